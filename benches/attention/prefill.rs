@@ -50,6 +50,10 @@ pub fn benches(harness: &mut Harness) {
     ] {
         case_over::<E4M3>(harness, mma, shape, (32, 8), dim);
     }
+    for batch in [1, 8] {
+        case_in::<bf16>(harness, CacheLayout::XSplit, mma, [batch, 4096, 4096], (32, 8), 128);
+    }
+    case_in::<E4M3>(harness, CacheLayout::XSplit, mma, [1, 4096, 4096], (32, 8), 128);
     // Short chunks whose keys are divided among blocks.
     let split = ("split-", PrefillPath::Auto);
     for (shape, heads) in [
@@ -72,9 +76,21 @@ fn case(harness: &mut Harness, path: (&str, PrefillPath), shape: [usize; 3], hea
     case_over::<bf16>(harness, path, shape, heads, dim);
 }
 
-/// `[batch, chunk, len]`: query tokens and keys of each sequence, over a cache of `S`.
+/// Over an NHD cache of `S`.
 fn case_over<S: CacheElement + Float>(
     harness: &mut Harness,
+    path: (&str, PrefillPath),
+    shape: [usize; 3],
+    heads: (usize, usize),
+    dim: usize,
+) {
+    case_in::<S>(harness, CacheLayout::Nhd, path, shape, heads, dim);
+}
+
+/// `[batch, chunk, len]`: query tokens and keys of each sequence, over a cache of `S`.
+fn case_in<S: CacheElement + Float>(
+    harness: &mut Harness,
+    layout: CacheLayout,
     (name, path): (&str, PrefillPath),
     [batch, chunk, len]: [usize; 3],
     (q_heads, kv_heads): (usize, usize),
@@ -91,28 +107,37 @@ fn case_over<S: CacheElement + Float>(
     let heads = format!("{q_heads}-{kv_heads}-{dim}");
     let narrow = size_of::<S>() == 1;
     let types = if narrow { format!("bf16-{}", S::DTYPE) } else { "bf16".into() };
-    harness.case(&format!("attention/prefill/{name}{types}/{heads}/{shape}"), cost, |device, stream, set| {
-        let pages = (batch * len).div_ceil(PAGE);
-        let shape = [pages, PAGE, kv_heads, dim];
-        let key = noise::<S>(device, stream, &shape, set)?;
-        let value = noise::<S>(device, stream, &shape, set + 100)?;
-        let cache = KvCache::from_tensors(CacheLayout::Nhd, key, value)?;
-        // A multiplier without a common factor scatters the pages.
-        let table: Vec<i32> = (0..batch * len.div_ceil(PAGE)).map(|i| (i * 7919 % pages) as i32).collect();
-        let table = Tensor::from_slice(device, &table, &[batch, len.div_ceil(PAGE)])?;
-        let starts: Vec<i32> = (0..=batch).map(|i| (i * chunk) as i32).collect();
-        let starts = Tensor::from_slice(device, &starts, &[batch + 1])?;
-        let lens = Tensor::from_slice(device, &vec![len as i32; batch], &[batch])?;
-        let q = noise::<bf16>(device, stream, &[batch * chunk, q_heads, dim], set + 200)?;
-        let mut out = Tensor::<bf16>::uninit(device, &[batch * chunk, q_heads, dim])?;
-        let one = Tensor::from_slice(device, &[1.0f32], &[1])?;
-        let splitting = name.ends_with("split-");
-        let mut workspace =
-            if splitting { PrefillWorkspace::splitting(device)? } else { PrefillWorkspace::new(device)? };
-        Ok(move |s: &_| {
-            let mut options = PrefillOptions::default().path(path);
-            options.scales = narrow.then_some(Scales::new(&one, &one));
-            prefill(s, &mut out, None, &q, &cache, &table, &starts, &lens, &options, &mut workspace)
-        })
-    });
+    let of_layout = if layout == CacheLayout::XSplit { "-x-split" } else { "" };
+    harness.case(
+        &format!("attention/prefill/{name}{types}{of_layout}/{heads}/{shape}"),
+        cost,
+        |device, stream, set| {
+            let pages = (batch * len).div_ceil(PAGE);
+            let x = 16 / size_of::<S>();
+            let (key, value) = match layout {
+                CacheLayout::XSplit => (vec![pages, kv_heads, dim / x, PAGE, x], vec![pages, kv_heads, dim, PAGE]),
+                _ => (vec![pages, PAGE, kv_heads, dim], vec![pages, PAGE, kv_heads, dim]),
+            };
+            let key = noise::<S>(device, stream, &key, set)?;
+            let value = noise::<S>(device, stream, &value, set + 100)?;
+            let cache = KvCache::from_tensors(layout, key, value)?;
+            // A multiplier without a common factor scatters the pages.
+            let table: Vec<i32> = (0..batch * len.div_ceil(PAGE)).map(|i| (i * 7919 % pages) as i32).collect();
+            let table = Tensor::from_slice(device, &table, &[batch, len.div_ceil(PAGE)])?;
+            let starts: Vec<i32> = (0..=batch).map(|i| (i * chunk) as i32).collect();
+            let starts = Tensor::from_slice(device, &starts, &[batch + 1])?;
+            let lens = Tensor::from_slice(device, &vec![len as i32; batch], &[batch])?;
+            let q = noise::<bf16>(device, stream, &[batch * chunk, q_heads, dim], set + 200)?;
+            let mut out = Tensor::<bf16>::uninit(device, &[batch * chunk, q_heads, dim])?;
+            let one = Tensor::from_slice(device, &[1.0f32], &[1])?;
+            let splitting = name.ends_with("split-");
+            let mut workspace =
+                if splitting { PrefillWorkspace::splitting(device)? } else { PrefillWorkspace::new(device)? };
+            Ok(move |s: &_| {
+                let mut options = PrefillOptions::default().path(path);
+                options.scales = narrow.then_some(Scales::new(&one, &one));
+                prefill(s, &mut out, None, &q, &cache, &table, &starts, &lens, &options, &mut workspace)
+            })
+        },
+    );
 }

@@ -166,7 +166,7 @@ fn absurd_sizes_at_layer_0() {
     }
     let split = decodes::split_entry(DType::Bf16, DType::Bf16, CacheLayout::Nhd, 128, MOST, 0).unwrap().1;
     let tma = decodes::tma_entry(DType::Bf16, DType::Bf16, 128, 1).unwrap().1;
-    let mma = prefills::mma_entry(DType::Bf16, DType::Bf16, 128, false).unwrap().1;
+    let mma = prefills::mma_entry(DType::Bf16, DType::Bf16, CacheLayout::Nhd, 128, false).unwrap().1;
     let wgmma = prefills::wgmma_entry(DType::Bf16, DType::Bf16, 128, false, false).unwrap().1;
     for geometry in [
         decodes::split_geometry(split, u32::MAX),

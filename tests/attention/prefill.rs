@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use warploom::attention::prefill::{Args, Scratch, TICKETS, launch, split_floats, split_tickets};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
 use warploom::kernels::attention::soft_capped;
-use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales};
 use warploom::reference::attention as reference;
 use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{
@@ -163,10 +163,28 @@ impl<T: Float + CacheElement, S: CacheElement> Case<T, S> {
     }
 }
 
+/// What `Wgmma` takes, and what `Mma` does.
+const BY_TOKEN: &[CacheLayout] = &[CacheLayout::Nhd, CacheLayout::Hnd];
+const EVERY: &[CacheLayout] = &[CacheLayout::Nhd, CacheLayout::Hnd, CacheLayout::XSplit];
+
+/// With pages of 16 tokens at least if they are x-split: what `Mma` takes of 8 bits.
+fn of_8_bits(mut shape: Shape) -> Shape {
+    if shape.layout == CacheLayout::XSplit {
+        shape.page = shape.page.max(16);
+    }
+    shape
+}
+
 /// Which of these the device has.
 fn there<const N: usize>(d: &Device, paths: [PrefillPath; N]) -> impl Iterator<Item = PrefillPath> + use<N> {
     let without = paths.contains(&PrefillPath::Wgmma) && skipped_without_hopper(d);
     paths.into_iter().filter(move |path| !without || *path != PrefillPath::Wgmma)
+}
+
+/// The tensor-core kernels that the device has, each with a layout of its kind.
+fn there_by_layout(d: &Device) -> impl Iterator<Item = (PrefillPath, CacheLayout)> {
+    let paths = there(d, [PrefillPath::Wgmma, PrefillPath::Mma]).map(|path| (path, CacheLayout::Nhd));
+    paths.chain([(PrefillPath::Mma, CacheLayout::XSplit)])
 }
 
 /// What bends the scores, in plain numbers.
@@ -250,18 +268,21 @@ fn check_in<T: Float + CacheElement, S: CacheElement>(
     }
 }
 
-fn shapes(dims: &'static [usize], pages: &'static [usize]) -> impl Strategy<Value = Shape> {
+fn shapes(
+    dims: &'static [usize],
+    pages: &'static [usize],
+    layouts: &'static [CacheLayout],
+) -> impl Strategy<Value = Shape> {
     let sequence =
         (prop_oneof![0usize..3, 1usize..70, Just(33)], prop_oneof![Just(0usize), 0usize..150, Just(95), Just(128)]);
     // Now and then more query tokens than keys: the first see nothing.
     let sequence = (sequence, 0usize..8)
         .prop_map(|((chunk, before), odd)| (chunk, if odd == 0 { before.min(chunk / 2) } else { chunk + before }));
     let page = prop::sample::select(pages);
-    (prop::collection::vec(sequence, 1..4), 1usize..3, 1usize..9, prop::sample::select(dims), page, any::<bool>())
-        .prop_map(|(sequences, kv_heads, group, dim, page, hnd)| {
-            let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
-            Shape { sequences, kv_heads, group, dim, page, layout }
-        })
+    let (dim, layout) = (prop::sample::select(dims), prop::sample::select(layouts));
+    (prop::collection::vec(sequence, 1..4), 1usize..3, 1usize..9, dim, page, layout).prop_map(
+        |(sequences, kv_heads, group, dim, page, layout)| Shape { sequences, kv_heads, group, dim, page, layout },
+    )
 }
 
 fn bends() -> impl Strategy<Value = Bend> {
@@ -277,7 +298,7 @@ fn bends() -> impl Strategy<Value = Bend> {
 
 #[test]
 fn wgmma_matches_the_reference() {
-    property(6, (shapes(&[64, 96, 128, 256], &[8, 16, 32, 128]), bends()), |d, s, (shape, bend)| {
+    property(6, (shapes(&[64, 96, 128, 256], &[8, 16, 32, 128], BY_TOKEN), bends()), |d, s, (shape, bend)| {
         let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
         check::<bf16>(d, s, &shape, straight, PrefillPath::Wgmma, 5);
         check::<f16>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
@@ -287,7 +308,7 @@ fn wgmma_matches_the_reference() {
 
 #[test]
 fn wgmma_takes_8_bit_caches() {
-    property(4, (shapes(&[48, 64, 128], &[8, 16, 64, 128]), bends()), |d, s, (shape, bend)| {
+    property(4, (shapes(&[48, 64, 128], &[8, 16, 64, 128], BY_TOKEN), bends()), |d, s, (shape, bend)| {
         let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
         check_over::<bf16, E4M3>(d, s, &shape, straight, PrefillPath::Wgmma, 5);
         check_over::<f16, E5M2>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
@@ -298,10 +319,14 @@ fn wgmma_takes_8_bit_caches() {
 
 #[test]
 fn mma_takes_8_bit_caches() {
-    let shapes = shapes(&[16, 64, 80, 96, 128, 192, 256], &[8, 16, 32, 64]);
-    property(6, (shapes, bends(), any::<[bool; 2]>()), |d, s, (shape, bend, which)| {
+    let shapes = shapes(&[16, 64, 80, 96, 128, 192, 256], &[8, 16, 32, 64], EVERY).prop_map(of_8_bits);
+    property(8, (shapes, bends(), any::<[bool; 2]>()), |d, s, (shape, bend, which)| {
         // The GPUs that have no other kernel for them take it by themselves.
-        let path = if which[0] || shape.dim > 128 { PrefillPath::Auto } else { PrefillPath::Mma };
+        let path = if which[0] || shape.dim > 128 || shape.layout == CacheLayout::XSplit {
+            PrefillPath::Auto
+        } else {
+            PrefillPath::Mma
+        };
         check_over::<bf16, E4M3>(d, s, &shape, bend, PrefillPath::Mma, 5);
         if which[1] {
             check_over::<f16, E5M2>(d, s, &shape, bend, path, 5);
@@ -317,8 +342,8 @@ fn mma_takes_8_bit_caches() {
 #[test]
 fn mma_matches_the_reference() {
     property(
-        8,
-        (shapes(&[32, 64, 80, 96, 112, 120, 128, 192, 256], &[8, 16, 32, 64]), bends()),
+        10,
+        (shapes(&[32, 64, 80, 96, 112, 120, 128, 192, 256], &[8, 16, 32, 64], EVERY), bends()),
         |d, s, (shape, bend)| {
             check::<bf16>(d, s, &shape, bend, PrefillPath::Mma, 5);
             check::<f16>(d, s, &shape, bend, PrefillPath::Mma, 5);
@@ -329,11 +354,11 @@ fn mma_matches_the_reference() {
 
 #[test]
 fn plain_matches_the_reference() {
-    property(4, (shapes(&[32, 80], &[8, 16]), bends()), |d, s, (shape, bend)| {
+    property(4, (shapes(&[32, 80], &[8, 16], BY_TOKEN), bends()), |d, s, (shape, bend)| {
         let split = Shape { layout: CacheLayout::XSplit, ..shape.clone() };
         let odd = Shape { dim: 46, page: 12, ..shape };
         check::<f32>(d, s, &split, bend, PrefillPath::Auto, 5);
-        check::<bf16>(d, s, &split, bend, PrefillPath::Auto, 5);
+        check::<bf16>(d, s, &split, bend, PrefillPath::Plain, 5);
         check::<f16>(d, s, &odd, bend, PrefillPath::Auto, 5);
         check::<f32>(d, s, &odd, bend, PrefillPath::Plain, 5);
         check_over::<f32, E4M3>(d, s, &split, bend, PrefillPath::Auto, 5);
@@ -355,15 +380,8 @@ fn lengths_around_pages_and_blocks() {
             sequences.extend([(511, 511), (512, 512), (513, 513), (4096, 4096), (100, 4096), (1, 32768), (1000, 3000)]);
         }
         let step = if gpu { 97 } else { 40 };
-        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
-            let shape = Shape {
-                sequences: sequences.clone(),
-                kv_heads: 2,
-                group: 4,
-                dim: 128,
-                page: 16,
-                layout: CacheLayout::Nhd,
-            };
+        for (path, layout) in there_by_layout(d) {
+            let shape = Shape { sequences: sequences.clone(), kv_heads: 2, group: 4, dim: 128, page: 16, layout };
             check::<bf16>(d, s, &shape, STRAIGHT, path, step);
             if gpu {
                 check::<f16>(d, s, &shape, Bend { window: 700, sinks: true, ..STRAIGHT }, path, step);
@@ -393,13 +411,48 @@ fn keys_before_all_windows_may_be_anything() {
                     continue;
                 }
                 let bend = Bend { window, causal, ..STRAIGHT };
-                for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
+                check::<bf16>(d, s, &shape, bend, PrefillPath::Plain, 13);
+                for (path, layout) in there_by_layout(d) {
+                    let shape = Shape { layout, ..shape.clone() };
                     check::<bf16>(d, s, &shape, bend, path, 13);
-                }
-                for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
-                    check_over::<bf16, E4M3>(d, s, &shape, bend, path, 13);
+                    check_over::<bf16, E4M3>(d, s, &of_8_bits(shape), bend, path, 13);
                 }
             }
+        }
+    });
+}
+
+/// Products and their order are the same in every layout.
+#[test]
+fn layouts_give_the_same_bits() {
+    fn same<T: Float + CacheElement, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, window: usize) {
+        let mut works = [PrefillWorkspace::new(d).unwrap(), PrefillWorkspace::splitting(d).unwrap()];
+        let [by_token, x_split] = [CacheLayout::Nhd, CacheLayout::XSplit].map(|layout| {
+            let shape = Shape { layout, ..shape.clone() };
+            let mut c = case_over::<T, S>(d, &shape);
+            if window > 0 {
+                c.forget(&shape, window, true);
+            }
+            let options = PrefillOptions::default().window(window).path(PrefillPath::Mma);
+            works.each_mut().map(|work| {
+                let (out, lse) = c.run_in(s, &options, work);
+                (out.iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>(), lse)
+            })
+        });
+        assert!(!by_token[0].1.iter().any(|v| v.is_nan()));
+        for (by_token, x_split) in by_token.iter().zip(&x_split) {
+            assert_eq!(by_token, x_split, "{shape:?} over {} {window}", S::DTYPE);
+        }
+    }
+    on_every_order(|d, s| {
+        for dim in [64, 128, 256] {
+            // The last query tokens of a sequence of parts, and of one that ends in the middle of a piece.
+            let sequences = vec![(5, 613), (21, 83)];
+            let shape = Shape { sequences, kv_heads: 2, group: 3, dim, page: 16, layout: CacheLayout::Nhd };
+            same::<bf16, bf16>(d, s, &shape, 0);
+            same::<f16, f16>(d, s, &Shape { page: 8, ..shape.clone() }, 77);
+            same::<bf16, E4M3>(d, s, &shape, 77);
+            same::<f16, i8>(d, s, &Shape { page: 64, ..shape.clone() }, 0);
         }
     });
 }
@@ -702,11 +755,10 @@ fn one_graph_serves_changing_lengths() {
 #[test]
 fn wrong_pages_starts_and_lengths_stay_inside() {
     on_every_device(|d, s| {
-        let shape =
-            Shape { sequences: vec![(20, 40)], kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
-        let mut c = case::<bf16>(d, &shape);
-        let good = c.pages.clone();
-        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
+        for (path, layout) in there_by_layout(d).chain([(PrefillPath::Plain, CacheLayout::Nhd)]) {
+            let shape = Shape { sequences: vec![(20, 40)], kv_heads: 1, group: 2, dim: 64, page: 16, layout };
+            let mut c = case::<bf16>(d, &shape);
+            let good = c.pages.clone();
             let options = PrefillOptions::default().path(path);
             let wrong = [-1, i32::MAX, 1 << 20, -7];
             for (pages, starts, len) in [
@@ -756,47 +808,55 @@ fn wrong_pages_starts_and_lengths_stay_inside() {
 #[test]
 fn page_offsets_beyond_32_bits() {
     on_every_device(|d, s| {
-        let Some(memory) = d.memory_info().unwrap() else { return };
         // 5 GiB for K and V each, of which one page is written.
         let (blocks, page, heads, dim) = (5 << 15, 16, 8, 128);
-        if memory.free < 12 << 30 {
-            return;
-        }
         let shape = CacheShape::new(blocks, page, heads, dim);
-        let cache = KvCache::<bf16>::zeros(d, CacheLayout::Nhd, shape).unwrap();
-        let (k, v) = (noise_of::<bf16>(page * heads * dim, 1), noise_of::<bf16>(page * heads * dim, 2));
-        let last = |t: &Tensor<bf16>| t.narrow(0, blocks - 1, 1).unwrap();
-        last(cache.key()).copy_from_slice(&k).unwrap();
-        last(cache.value()).copy_from_slice(&v).unwrap();
-        let q = noise_of::<bf16>(page * heads * dim, 3);
-        let c = Case {
-            q: Tensor::from_slice(d, &q, &[page, heads, dim]).unwrap(),
-            cache,
-            scales: None,
-            table: Tensor::from_slice(d, &[blocks as i32 - 1], &[1, 1]).unwrap(),
-            pages: vec![],
-            starts: Tensor::from_slice(d, &[0, page as i32], &[2]).unwrap(),
-            lens: Tensor::from_slice(d, &[page as i32], &[1]).unwrap(),
-            query: widen(&q),
-            keys: vec![],
-            values: vec![],
-        };
-        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
-            let (out, _) = c.run(s, &PrefillOptions::default().path(path));
-            for h in 0..heads {
-                let rows =
-                    |n: &[bf16]| (0..page).map(|i| widen(&n[(i * heads + h) * dim..][..dim])).collect::<Vec<_>>();
-                let row = (page - 1) * heads + h;
-                let query = reference::Query {
-                    q: &c.query[row * dim..][..dim],
-                    scale: 1.0 / (dim as f64).sqrt(),
-                    soft_cap: 0.0,
-                    slope: 0.0,
-                    sink: None,
-                    window: 0,
-                };
-                let want = reference::prefill(query, page as i64 - 1, true, &rows(&k), &rows(&v));
-                assert_close(&out[row * dim..][..dim], &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
+        for layout in [CacheLayout::Nhd, CacheLayout::XSplit] {
+            let Some(memory) = d.memory_info().unwrap() else { return };
+            if memory.free < 12 << 30 {
+                return;
+            }
+            let cache = KvCache::<bf16>::zeros(d, layout, shape).unwrap();
+            let strides = [cache.key_strides(), cache.value_strides()];
+            let (k, v) = (noise_of::<bf16>(page * heads * dim, 1), noise_of::<bf16>(page * heads * dim, 2));
+            let last = |t: &Tensor<bf16>| t.narrow(0, blocks - 1, 1).unwrap();
+            last(cache.key()).copy_from_slice(&k).unwrap();
+            last(cache.value()).copy_from_slice(&v).unwrap();
+            let q = noise_of::<bf16>(page * heads * dim, 3);
+            let c = Case {
+                q: Tensor::from_slice(d, &q, &[page, heads, dim]).unwrap(),
+                cache,
+                scales: None,
+                table: Tensor::from_slice(d, &[blocks as i32 - 1], &[1, 1]).unwrap(),
+                pages: vec![],
+                starts: Tensor::from_slice(d, &[0, page as i32], &[2]).unwrap(),
+                lens: Tensor::from_slice(d, &[page as i32], &[1]).unwrap(),
+                query: widen(&q),
+                keys: vec![],
+                values: vec![],
+            };
+            let paths = there_by_layout(d).filter(|(_, other)| *other == layout).map(|(path, _)| path);
+            for path in paths.chain([PrefillPath::Plain]) {
+                let (out, _) = c.run(s, &PrefillOptions::default().path(path));
+                for h in 0..heads {
+                    let rows = |n: &[bf16], strides: PageStrides| {
+                        let row =
+                            |i| (0..dim).map(|x| n[strides.index(0, h, i, x)].to_f32() as f64).collect::<Vec<_>>();
+                        (0..page).map(row).collect::<Vec<_>>()
+                    };
+                    let row = (page - 1) * heads + h;
+                    let query = reference::Query {
+                        q: &c.query[row * dim..][..dim],
+                        scale: 1.0 / (dim as f64).sqrt(),
+                        soft_cap: 0.0,
+                        slope: 0.0,
+                        sink: None,
+                        window: 0,
+                    };
+                    let want =
+                        reference::prefill(query, page as i64 - 1, true, &rows(&k, strides[0]), &rows(&v, strides[1]));
+                    assert_close(&out[row * dim..][..dim], &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
+                }
             }
         }
     });
@@ -817,12 +877,14 @@ fn few_tokens(dims: &'static [usize], pages: &'static [usize]) -> impl Strategy<
 
 #[test]
 fn divided_keys_match_the_reference() {
-    property(3, (few_tokens(&[64, 96, 128, 256], &[8, 16, 32, 128]), bends()), |d, s, (shape, bend)| {
+    let layout = prop::sample::select(EVERY);
+    let cases = (few_tokens(&[64, 96, 128, 256], &[8, 16, 32, 128]), bends(), layout);
+    property(4, cases, |d, s, (shape, bend, layout)| {
         let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
         let mut work = PrefillWorkspace::splitting(d).unwrap();
         check_in::<bf16, bf16>(d, s, &shape, straight, PrefillPath::Wgmma, 5, &mut work);
         check_in::<f16, f16>(d, s, &shape, bend, PrefillPath::Wgmma, 5, &mut work);
-        let other = Shape { dim: if shape.dim == 128 { 112 } else { shape.dim }, ..shape };
+        let other = Shape { dim: if shape.dim == 128 { 112 } else { shape.dim }, layout, ..shape };
         check_in::<bf16, bf16>(d, s, &other, bend, PrefillPath::Mma, 5, &mut work);
         let other = Shape { dim: 192, ..other };
         check_in::<f16, f16>(d, s, &other, bend, PrefillPath::Mma, 5, &mut work);
@@ -832,11 +894,13 @@ fn divided_keys_match_the_reference() {
 
 #[test]
 fn divided_keys_of_8_bits_match_the_reference() {
-    property(2, (few_tokens(&[48, 64, 128], &[8, 16, 64, 128]), bends()), |d, s, (shape, bend)| {
+    let layout = prop::sample::select(EVERY);
+    property(3, (few_tokens(&[48, 64, 128], &[8, 16, 64, 128]), bends(), layout), |d, s, (shape, bend, layout)| {
         let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
         let mut work = PrefillWorkspace::splitting(d).unwrap();
         check_in::<bf16, E4M3>(d, s, &shape, straight, PrefillPath::Wgmma, 5, &mut work);
         check_in::<f16, E5M2>(d, s, &shape, bend, PrefillPath::Wgmma, 5, &mut work);
+        let shape = of_8_bits(Shape { layout, ..shape });
         check_in::<bf16, i8>(d, s, &shape, bend, PrefillPath::Mma, 5, &mut work);
         let other = Shape { dim: 256, ..shape };
         check_in::<f16, E4M3>(d, s, &other, bend, PrefillPath::Mma, 5, &mut work);
@@ -926,6 +990,8 @@ fn raw_pointers() {
             (CacheLayout::Hnd, PrefillPath::Mma),
             (CacheLayout::Nhd, PrefillPath::Plain),
             (CacheLayout::XSplit, PrefillPath::Auto),
+            (CacheLayout::XSplit, PrefillPath::Mma),
+            (CacheLayout::XSplit, PrefillPath::Plain),
         ] {
             let (blocks, heads, dim, page, max_pages) = (40, 2, 64, 16, 38);
             let shape = CacheShape::new(blocks, page, heads, dim);
@@ -1002,11 +1068,25 @@ fn raw_pointers() {
             let mut workspace = PrefillWorkspace::splitting(d).unwrap();
             let whole = want.to_vec().unwrap();
             prefill(s, &mut want, None, &q, &dense, &table, &starts, &lens, &o, &mut workspace).unwrap();
-            let divided = path != PrefillPath::Plain && layout != CacheLayout::XSplit;
-            assert_eq!(want.to_vec().unwrap() != whole, divided, "{layout:?} {path:?}");
+            assert_eq!(want.to_vec().unwrap() != whole, path != PrefillPath::Plain, "{layout:?} {path:?}");
             // SAFETY: as above.
             unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &args, scratch) }.unwrap();
             assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");
+
+            if (layout, path) == (CacheLayout::XSplit, PrefillPath::Mma) {
+                for other in [
+                    Args { k_run: 4, k_run_stride: args.k_run_stride / 2, ..args },
+                    Args { v_run: 2, ..args },
+                    Args { k_slot: 16, ..args },
+                    Args { v_slot: 2, ..args },
+                    Args { k_run_stride: args.k_run_stride + 4, ..args },
+                    Args { v_run_stride: args.v_run_stride + 4, ..args },
+                ] {
+                    // SAFETY: nothing is launched.
+                    let e = unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &other, scratch) };
+                    assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+                }
+            }
         }
     });
 }
@@ -1081,6 +1161,29 @@ fn bad_input() {
         let [key, value] = narrow.scales.as_ref().unwrap();
         let given = o.scales(key, value);
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &given), Err(Error::Value { arg: "scales", .. })));
+        // Pages of fewer keys than 16 bytes of x-split values are: the plain kernel takes them.
+        let split = Shape { layout: CacheLayout::XSplit, page: 8, ..shape };
+        let c8 = case_over::<bf16, E4M3>(d, &split);
+        let mut run_8 = |path| {
+            let [key, value] = c8.scales.as_ref().unwrap();
+            let options = o.scales(key, value).path(path);
+            let (table, starts, lens) = (&c8.table, &c8.starts, &c8.lens);
+            prefill(s, &mut t(&full), None, &c8.q, &c8.cache, table, starts, lens, &options, &mut work)
+        };
+        let e = run_8(PrefillPath::Mma);
+        assert!(
+            matches!(&e, Err(Error::Unsupported { what, .. }) if what.contains("blocks of 8 tokens of e4m3 in the layout XSplit")),
+            "{e:?}"
+        );
+        assert!(run_8(PrefillPath::Auto).is_ok());
+        let c16 = case::<bf16>(d, &split);
+        let (table, starts, lens) = (&c16.table, &c16.starts, &c16.lens);
+        let wgmma = o.path(PrefillPath::Wgmma);
+        let e = prefill(s, &mut t(&full), None, &c16.q, &c16.cache, table, starts, lens, &wgmma, &mut work);
+        assert!(
+            matches!(&e, Err(Error::Unsupported { what, .. }) if what.contains("does not take the x-split layout")),
+            "{e:?}"
+        );
         // A negative factor turns maxima round: another kernel takes it.
         assert!(run(&c.q, &full, &[2, 3], 3, 2, &o.scale(-1.0)).is_ok());
     });

@@ -31,7 +31,8 @@ pub enum PrefillPath {
     /// bits, head sizes up to 128 that are multiples of 16; NHD and HND, blocks of 8 tokens or more, a power of two; a positive scale; all at multiples of 16 bytes.
     Wgmma,
     /// Tensor cores of every GPU: f16 and bf16 over a cache of the same type, head sizes that are multiples of 8, or of 8 bits, head sizes
-    /// that are multiples of 16; NHD and HND, blocks of 8 tokens or more, a power of two; keys and values at multiples of 16 bytes.
+    /// that are multiples of 16; every layout, blocks of 8 tokens or more, a power of two, of 16 or more where 8-bit elements are x-split; keys and
+    /// values at multiples of 16 bytes.
     Mma,
     /// A warp for each query token and head: everything.
     Plain,
@@ -290,16 +291,18 @@ pub struct MmaTile {
     pub blocks: u32,
 }
 
-/// The entry of [`PrefillPath::Mma`] for heads of this size over a cache of `cache` elements, and how it divides the work; `split`: with
-/// [`mma::Args`]' `partial`.
+/// The entry of [`PrefillPath::Mma`] for heads of this size over a cache of `cache` elements in this layout, and how it divides the work;
+/// `split`: with [`mma::Args`]' `partial`.
 pub const fn mma_entry(
     dtype: DType,
     cache: DType,
+    layout: CacheLayout,
     head_dim: usize,
     split: bool,
 ) -> Option<(Entry<mma::Args>, MmaTile)> {
     use mma::*;
     let narrow = cache.size() == 1;
+    let x_split = matches!(layout, CacheLayout::XSplit);
     if head_dim == 0 || !head_dim.is_multiple_of(if narrow { 16 } else { 8 }) || (!narrow && dtype as u8 != cache as u8)
     {
         return None;
@@ -308,32 +311,44 @@ pub const fn mma_entry(
     let (dim, keys, tiles) = match head_dim {
         0..=64 if narrow => (64, 32, 2),
         0..=64 => (64, 48, 2),
-        65..=96 if !narrow => (96, 32, 2),
+        65..=96 if !narrow && !x_split => (96, 32, 2),
         65..=128 => (128, 32, 2),
-        129..=192 if !narrow => (192, 32, 1),
+        129..=192 if !narrow && !x_split => (192, 32, 1),
         129..=256 => (256, 16, 1),
         _ => return None,
     };
-    let (whole, parts) = match (dtype, dim, narrow) {
-        (DType::Bf16, 64, false) => (prefill_d64_bf16::ENTRY, prefill_d64_bf16_split::ENTRY),
-        (DType::F16, 64, false) => (prefill_d64_f16::ENTRY, prefill_d64_f16_split::ENTRY),
-        (DType::Bf16, 64, true) => (prefill_d64_bf16_8::ENTRY, prefill_d64_bf16_8_split::ENTRY),
-        (DType::F16, 64, true) => (prefill_d64_f16_8::ENTRY, prefill_d64_f16_8_split::ENTRY),
-        (DType::Bf16, 96, _) => (prefill_d96_bf16::ENTRY, prefill_d96_bf16_split::ENTRY),
-        (DType::F16, 96, _) => (prefill_d96_f16::ENTRY, prefill_d96_f16_split::ENTRY),
-        (DType::Bf16, 128, false) => (prefill_d128_bf16::ENTRY, prefill_d128_bf16_split::ENTRY),
-        (DType::F16, 128, false) => (prefill_d128_f16::ENTRY, prefill_d128_f16_split::ENTRY),
-        (DType::Bf16, 128, true) => (prefill_d128_bf16_8::ENTRY, prefill_d128_bf16_8_split::ENTRY),
-        (DType::F16, 128, true) => (prefill_d128_f16_8::ENTRY, prefill_d128_f16_8_split::ENTRY),
-        (DType::Bf16, 192, _) => (prefill_d192_bf16::ENTRY, prefill_d192_bf16_split::ENTRY),
-        (DType::F16, 192, _) => (prefill_d192_f16::ENTRY, prefill_d192_f16_split::ENTRY),
-        (DType::Bf16, _, false) => (prefill_d256_bf16::ENTRY, prefill_d256_bf16_split::ENTRY),
-        (DType::F16, _, false) => (prefill_d256_f16::ENTRY, prefill_d256_f16_split::ENTRY),
-        (DType::Bf16, _, true) => (prefill_d256_bf16_8::ENTRY, prefill_d256_bf16_8_split::ENTRY),
-        (DType::F16, _, true) => (prefill_d256_f16_8::ENTRY, prefill_d256_f16_8_split::ENTRY),
+    let (whole, parts) = match (dtype, dim, narrow, x_split) {
+        (DType::Bf16, 64, false, false) => (prefill_d64_bf16::ENTRY, prefill_d64_bf16_split::ENTRY),
+        (DType::F16, 64, false, false) => (prefill_d64_f16::ENTRY, prefill_d64_f16_split::ENTRY),
+        (DType::Bf16, 64, true, false) => (prefill_d64_bf16_8::ENTRY, prefill_d64_bf16_8_split::ENTRY),
+        (DType::F16, 64, true, false) => (prefill_d64_f16_8::ENTRY, prefill_d64_f16_8_split::ENTRY),
+        (DType::Bf16, 96, _, false) => (prefill_d96_bf16::ENTRY, prefill_d96_bf16_split::ENTRY),
+        (DType::F16, 96, _, false) => (prefill_d96_f16::ENTRY, prefill_d96_f16_split::ENTRY),
+        (DType::Bf16, 128, false, false) => (prefill_d128_bf16::ENTRY, prefill_d128_bf16_split::ENTRY),
+        (DType::F16, 128, false, false) => (prefill_d128_f16::ENTRY, prefill_d128_f16_split::ENTRY),
+        (DType::Bf16, 128, true, false) => (prefill_d128_bf16_8::ENTRY, prefill_d128_bf16_8_split::ENTRY),
+        (DType::F16, 128, true, false) => (prefill_d128_f16_8::ENTRY, prefill_d128_f16_8_split::ENTRY),
+        (DType::Bf16, 192, _, false) => (prefill_d192_bf16::ENTRY, prefill_d192_bf16_split::ENTRY),
+        (DType::F16, 192, _, false) => (prefill_d192_f16::ENTRY, prefill_d192_f16_split::ENTRY),
+        (DType::Bf16, _, false, false) => (prefill_d256_bf16::ENTRY, prefill_d256_bf16_split::ENTRY),
+        (DType::F16, _, false, false) => (prefill_d256_f16::ENTRY, prefill_d256_f16_split::ENTRY),
+        (DType::Bf16, _, true, false) => (prefill_d256_bf16_8::ENTRY, prefill_d256_bf16_8_split::ENTRY),
+        (DType::F16, _, true, false) => (prefill_d256_f16_8::ENTRY, prefill_d256_f16_8_split::ENTRY),
+        (DType::Bf16, 64, false, true) => (prefill_d64_bf16_x::ENTRY, prefill_d64_bf16_x_split::ENTRY),
+        (DType::F16, 64, false, true) => (prefill_d64_f16_x::ENTRY, prefill_d64_f16_x_split::ENTRY),
+        (DType::Bf16, 128, false, true) => (prefill_d128_bf16_x::ENTRY, prefill_d128_bf16_x_split::ENTRY),
+        (DType::F16, 128, false, true) => (prefill_d128_f16_x::ENTRY, prefill_d128_f16_x_split::ENTRY),
+        (DType::Bf16, _, false, true) => (prefill_d256_bf16_x::ENTRY, prefill_d256_bf16_x_split::ENTRY),
+        (DType::F16, _, false, true) => (prefill_d256_f16_x::ENTRY, prefill_d256_f16_x_split::ENTRY),
+        (DType::Bf16, 64, true, true) => (prefill_d64_bf16_8_x::ENTRY, prefill_d64_bf16_8_x_split::ENTRY),
+        (DType::F16, 64, true, true) => (prefill_d64_f16_8_x::ENTRY, prefill_d64_f16_8_x_split::ENTRY),
+        (DType::Bf16, 128, true, true) => (prefill_d128_bf16_8_x::ENTRY, prefill_d128_bf16_8_x_split::ENTRY),
+        (DType::F16, 128, true, true) => (prefill_d128_f16_8_x::ENTRY, prefill_d128_f16_8_x_split::ENTRY),
+        (DType::Bf16, _, true, true) => (prefill_d256_bf16_8_x::ENTRY, prefill_d256_bf16_8_x_split::ENTRY),
+        (DType::F16, _, true, true) => (prefill_d256_f16_8_x::ENTRY, prefill_d256_f16_8_x_split::ENTRY),
         _ => return None,
     };
-    let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles, narrow), blocks: 2 };
+    let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles, narrow, x_split), blocks: 2 };
     Some((if split { parts } else { whole }, tile))
 }
 
@@ -673,16 +688,27 @@ pub unsafe fn launch(
         address.is_multiple_of(to) && strides.iter().all(|s| (s * size).is_multiple_of(to))
     };
     let size = dtype.size();
-    let paged = layout != CacheLayout::XSplit
-        && args.pages > 0
+    let x_split = layout == CacheLayout::XSplit;
+    // Elements of 16 bytes; of x-split values as many keys, which are of one page.
+    let x = (16 / cache.size()) as u32;
+    let least_page = if x_split { x.max(8) } else { 8 };
+    // What the kernels take for given where a token has no place of its own.
+    let (runs, tokens_apart) = ([args.k_run, args.v_run], [args.k_slot, args.v_slot]);
+    let pieces = !x_split || runs == [x, 1] && tokens_apart == [x as usize, 1];
+    // From one place to the next along each dimension.
+    let (k_along, v_along) = if x_split { (args.k_run_stride, args.v_run_stride) } else { (args.k_slot, args.v_slot) };
+    let (k_strides, v_strides) = ([args.k_page, k_along, args.k_head], [args.v_page, v_along, args.v_head]);
+    let paged = args.pages > 0
         && args.page_size.is_power_of_two()
-        && args.page_size >= 8
-        && aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], cache.size())
-        && aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], cache.size());
+        && args.page_size >= least_page
+        && pieces
+        && aligned(16, args.k as usize, &k_strides, cache.size())
+        && aligned(16, args.v as usize, &v_strides, cache.size());
     let bent = args.soft_cap > 0.0 || !args.alibi.is_null();
     let multiprocessors = stream.device().properties().multiprocessors;
     let wgmma = wgmma_entry(dtype, cache, head_dim, bent, false).filter(|(_, shape)| {
         paged
+            && !x_split
             && group <= shape.rows()
             && args.scale > 0.0
             // The copy engine has no stride of 0, as one query for all tokens or heads has.
@@ -694,7 +720,7 @@ pub unsafe fn launch(
             && aligned(16, args.out as usize, &[args.out_token, args.out_head], size)
             && stream.device().properties().compute_capability == (9, 0)
     });
-    let mma = mma_entry(dtype, cache, head_dim, false).filter(|(_, tile)| {
+    let mma = mma_entry(dtype, cache, layout, head_dim, false).filter(|(_, tile)| {
         paged
             && group <= tile.rows
             && aligned(4, args.q as usize, &[args.q_token, args.q_head], size)
@@ -720,7 +746,7 @@ pub unsafe fn launch(
         }
         (PrefillPath::Auto | PrefillPath::Mma, _, Some((whole, tile))) => {
             let split = split(tile.rows, tile.blocks.saturating_mul(multiprocessors));
-            let (entry, tile) = mma_entry(dtype, cache, head_dim, split).unwrap_or((whole, tile));
+            let (entry, tile) = mma_entry(dtype, cache, layout, head_dim, split).unwrap_or((whole, tile));
             let args = mma::Args {
                 out: args.out,
                 lse: args.lse,
@@ -752,10 +778,10 @@ pub unsafe fn launch(
                 out_token: args.out_token,
                 out_head: args.out_head,
                 k_page: args.k_page,
-                k_slot: args.k_slot,
+                k_slot: k_along,
                 k_head: args.k_head,
                 v_page: args.v_page,
-                v_slot: args.v_slot,
+                v_slot: v_along,
                 v_head: args.v_head,
                 scale: args.scale,
                 soft_cap: args.soft_cap,
@@ -769,25 +795,24 @@ pub unsafe fn launch(
         }
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => {
             let rows = match path {
-                PrefillPath::Mma => mma_entry(dtype, cache, head_dim, false).map(|(_, tile)| tile.rows),
+                PrefillPath::Mma => mma_entry(dtype, cache, layout, head_dim, false).map(|(_, tile)| tile.rows),
                 _ => wgmma_entry(dtype, cache, head_dim, bent, false).map(|(_, shape)| shape.rows()),
             };
             let wide = path == PrefillPath::Wgmma;
             let to = if wide { 16 } else { 4 };
             let at = |p: *const std::ffi::c_void, strides: &[usize]| format!("at {p:p}, {strides:?} elements apart");
             let (q_strides, out_strides) = ([args.q_token, args.q_head], [args.out_token, args.out_head]);
-            let (k_strides, v_strides) =
-                ([args.k_page, args.k_slot, args.k_head], [args.v_page, args.v_slot, args.v_head]);
             let refused = match rows {
                 None => format!("{dtype} over a cache of {cache} with heads of {head_dim}"),
                 Some(rows) if group > rows => {
                     format!("{group} query heads a KV head, with heads of {head_dim} at most {rows}")
                 }
-                _ if layout == CacheLayout::XSplit => "the x-split layout".into(),
+                _ if wide && x_split => "the x-split layout".into(),
                 _ if args.pages == 0 => "a cache of no blocks".into(),
-                _ if args.page_size < 8 || !args.page_size.is_power_of_two() => {
-                    format!("blocks of {} tokens", args.page_size)
+                _ if args.page_size < least_page || !args.page_size.is_power_of_two() => {
+                    format!("blocks of {} tokens of {cache} in the layout {layout:?}", args.page_size)
                 }
+                _ if !pieces => format!("an x-split cache of runs of {runs:?} elements, tokens {tokens_apart:?} apart"),
                 _ if !aligned(to, args.q as usize, &q_strides, size) => format!("queries {}", at(args.q, &q_strides)),
                 _ if !aligned(to, args.out as usize, &out_strides, size) => {
                     format!("outputs {}", at(args.out.cast_const(), &out_strides))
@@ -810,9 +835,9 @@ pub unsafe fn launch(
             Err(Error::Unsupported {
                 op: OP,
                 what: format!(
-                    "the path {path:?} does not take {refused}; the tensor-core kernels take f16 or bf16 over caches of the same type or of 8 bits, NHD or HND, blocks of 8 tokens or more \
-                     (a power of two), heads of a multiple of 8 elements, over 8-bit caches of 16, keys and values at multiples of 16 bytes, queries and \
-                     outputs of 4; `Wgmma` wants a Hopper GPU, a positive scale, queries and outputs at multiples of 16 bytes and not 0 apart, \
+                    "the path {path:?} does not take {refused}; the tensor-core kernels take f16 or bf16 over caches of the same type or of 8 bits, blocks of 8 tokens or more \
+                     (a power of two), of 16 where 8-bit elements are x-split, heads of a multiple of 8 elements, over 8-bit caches of 16, keys and values at multiples of 16 bytes, queries and \
+                     outputs of 4; `Wgmma` wants a Hopper GPU, NHD or HND, a positive scale, queries and outputs at multiples of 16 bytes and not 0 apart, \
                      and heads of 64, 96, 128 or 256, over 16-bit caches a multiple of 128 bytes apart (64 of heads of 96), or over 8-bit caches a multiple of 16 up to 128; use PrefillPath::Auto"
                 ),
             })

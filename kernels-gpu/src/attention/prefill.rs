@@ -18,6 +18,13 @@
 //! Products are in f16, which holds the elements exactly. `cp.async` brings a block's bytes two blocks ahead; each thread turns those that
 //! it has copied itself into operands, a block ahead, which needs no barrier more. Rows of Q in bf16 are scaled by a power of two
 //! into the range of f16 first, and their scores by its inverse.
+//!
+//! # Caches in the x-split layout
+//! There 16 bytes of K belong to one key, and so do 16 bytes in a row of K in shared memory, but pieces of neighbouring keys are neighbours.
+//! 16 bytes of V are a dimension of 8 keys, or of 16 keys of 8 bits: shared memory has V with a row for each dimension, whose pieces
+//! are B operands as they are, without being transposed. Products and their order are those of other layouts, bit by bit.
+//! A piece of V may have keys that nobody sees: those behind the sequence's end are not read; those before the first that somebody
+//! sees the thread that has copied them overwrites with zeros when they are there, in one block of a tile only.
 
 use super::decode::CacheOperand;
 use super::ragged::{Batch, Schedule, draw, finish, last_of_parts, weight_of_part};
@@ -58,11 +65,76 @@ const fn chains(keys: usize, tiles: usize) -> usize {
     if sums < 8 { 8 / sums } else { 1 }
 }
 
+/// Elements of K and V of a block of keys in shared memory: of x-split caches V has a row of `keys` elements for each dimension.
+const fn stage_elements(head_dim: usize, keys: usize, x_split: bool) -> usize {
+    keys * row_elements(head_dim) + keys * if x_split { head_dim } else { row_elements(head_dim) }
+}
+
 /// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements, blocks of `keys` keys and `tiles`
-/// times 16 rows a warp; `narrow`: over a cache of 8 bits.
-pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize, narrow: bool) -> usize {
+/// times 16 rows a warp; `narrow`: over a cache of 8 bits; `x_split`: of that layout.
+pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize, narrow: bool, x_split: bool) -> usize {
     let bytes_of_keys = if narrow { 2 * keys * head_dim + rows(tiles) * 4 } else { 0 };
-    (rows(tiles) + 4 * keys) * row_elements(head_dim) * 2 + bytes_of_keys + 16 + rows(tiles) * 4
+    let operands = rows(tiles) * row_elements(head_dim) + 2 * stage_elements(head_dim, keys, x_split);
+    operands * 2 + bytes_of_keys + 16 + rows(tiles) * 4
+}
+
+/// What a thread copies of an x-split cache: pieces of 16 bytes, one of K and one of V in each step.
+///
+/// Lanes run over the keys of a piece of K, over the pieces of V that a dimension has in a row: memory is read in its order.
+#[derive(Clone, Copy)]
+struct XPieces<const KEYS: usize, const NARROW: bool> {
+    tid: u32,
+}
+
+impl<const KEYS: usize, const NARROW: bool> XPieces<KEYS, NARROW> {
+    /// Elements of a piece.
+    const ELEMENTS: usize = if NARROW { 16 } else { 8 };
+    /// Keys that are copied together: all, or as many as divide the threads.
+    const GROUP: usize = if KEYS.is_power_of_two() { KEYS } else { 16 };
+    /// Pieces of V that a dimension has in a group.
+    const V_PIECES: usize = Self::GROUP / Self::ELEMENTS;
+
+    /// Steps of a group.
+    const fn steps(head_dim: usize) -> usize {
+        Self::GROUP * head_dim / Self::ELEMENTS / THREADS
+    }
+
+    /// The thread's key in a group, of which it copies pieces.
+    #[inline(always)]
+    fn key(self, group: usize) -> u32 {
+        (group * Self::GROUP) as u32 + self.tid % Self::GROUP as u32
+    }
+
+    /// Which piece of the key it copies in a step.
+    #[inline(always)]
+    fn k_piece(self, step: usize) -> u32 {
+        (step * (THREADS / Self::GROUP)) as u32 + self.tid / Self::GROUP as u32
+    }
+
+    /// The first of the keys in a group of which it copies values.
+    #[inline(always)]
+    fn first_key(self, group: usize) -> u32 {
+        (group * Self::GROUP) as u32 + self.tid % Self::V_PIECES as u32 * Self::ELEMENTS as u32
+    }
+
+    /// Which dimension of these it copies in a step.
+    #[inline(always)]
+    fn dimension(self, step: usize) -> u32 {
+        (step * (THREADS / Self::V_PIECES)) as u32 + self.tid / Self::V_PIECES as u32
+    }
+
+    /// The element of V in shared memory where the row of a dimension has the operands of eight keys from this one on. Rows are not padded:
+    /// the order of a row's pieces has those of eight rows in different banks.
+    #[inline(always)]
+    fn v_place(dimension: u32, key: u32) -> u32 {
+        // Rows are so many times 16 bytes.
+        let other = match KEYS / 8 {
+            2 | 6 => dimension / 4 % 2,
+            4 => dimension / 2 % 4,
+            _ => dimension % 8,
+        };
+        dimension * KEYS as u32 + (key / 8 ^ other) * 8
+    }
 }
 
 /// Attention of the query tokens of each sequence over its paged keys and values.
@@ -72,6 +144,9 @@ pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize, narrow: bo
 /// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense and starts at a multiple of 16 bytes.
 ///   Of 8-bit elements, `NARROW`, which `kind` tells (of [`narrow`]), a vector has a multiple of 16, and there are `k_scales`, `v_scales`:
 ///   `[kv_heads]` if `scale_per_head` is 1, or `[1]` if it is 0.
+/// * `X`: `k` and `v` are x-split: of a page and head a piece of 16 bytes of each key, the next piece `k_slot` elements further, and of
+///   each dimension the values of the page's keys, the next dimension `v_slot` elements further. All distances are multiples of 16 bytes,
+///   pages of 8-bit elements have 16 tokens or more.
 /// * `starts`: `[sequences + 1]`, where each sequence's query tokens begin; `lens`: `[sequences]`, keys of each sequence,
 ///   its query tokens' own (the last ones) among them; `block_table`: `[sequences, max_pages]`.
 /// * `lse`: `[tokens, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
@@ -81,7 +156,7 @@ pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize, narrow: bo
 /// * `window`: keys that a token sees, 0 for all; `soft_cap`: 0 for none; `causal`: whether a token sees no later keys.
 ///
 /// `D` is `head_dim` rounded up to an instance; `tile_tokens * (q_heads / kv_heads)` is at most [`rows`] of `M`. `P` is what is
-/// multiplied. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS`, `M` and `NARROW`.
+/// multiplied. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS`, `M`, `NARROW` and `X`.
 #[inline(always)]
 pub unsafe fn prefill<
     T: TensorFloat,
@@ -90,6 +165,7 @@ pub unsafe fn prefill<
     const KEYS: usize,
     const M: usize,
     const NARROW: bool,
+    const X: bool,
     const SPLIT: bool,
 >(
     out: *mut T,
@@ -167,7 +243,7 @@ pub unsafe fn prefill<
     let mut carver = shared::Carver::new();
     let qs = carver.take::<T>(rows(M) * width);
     // K and V of a block of keys, and of the next.
-    let kv = carver.take::<P>(4 * KEYS * width);
+    let kv = carver.take::<P>(2 * stage_elements(D, KEYS, X));
     // Of 8-bit elements: their bytes, of K and V of one block.
     let bytes = carver.take::<u8>(if NARROW { 2 * KEYS * D } else { 0 });
     // The number of the next tile or part, ...
@@ -180,12 +256,16 @@ pub unsafe fn prefill<
     // 32-bit addresses: what is added to them becomes part of the instruction.
     let (q0, kv0) = (qs.address(0u32), kv.address(0u32));
     let pitch = const { 2 * row_elements(D) as u32 };
-    let (v_after, stage_bytes) = (KEYS as u32 * pitch, const { 2 * KEYS as u32 } * pitch);
+    let (v_after, stage_bytes) = (KEYS as u32 * pitch, const { 2 * stage_elements(D, KEYS, X) as u32 });
     // Where copies go: to rows as they are multiplied, or a thread's beside one another.
     let copy_v_after = if NARROW { const { (KEYS * D) as u32 } } else { v_after };
     let q_row = q0 + (own + lane % 16) * pitch + lane / 16 * 16;
     let k_row = kv0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
-    let v_row = kv0 + v_after + lane % 16 * pitch + lane / 16 * 16;
+    let v_row = if X {
+        kv0 + v_after + 2 * XPieces::<KEYS, NARROW>::v_place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)
+    } else {
+        kv0 + v_after + lane % 16 * pitch + lane / 16 * 16
+    };
     core::hint::assert_unchecked(head_dim >= 8);
     // Whether rows of Q lie at multiples of 16 bytes.
     let q_by_16 = ((q.ptr(0u32) as usize / size_of::<T>()) | q_token | q_head).is_multiple_of(8);
@@ -234,7 +314,9 @@ pub unsafe fn prefill<
         // Pages of a block, a lane for each eight keys, which a page has at least: looked up a block ahead of the copies.
         let wanted = |block: u32| {
             let key = block * KEYS as u32 + 8 * lane;
-            lane < KEYS as u32 / 8 && key < tile.len && key + 8 > start
+            // The page of 16 keys of which one piece has the values is that of their first eight.
+            let end = if X && NARROW { (key | 8) + 8 } else { key + 8 };
+            lane < KEYS as u32 / 8 && key < tile.len && end > start
         };
         let pages_of = |block: u32| {
             let key = block * KEYS as u32 + 8 * lane;
@@ -258,30 +340,99 @@ pub unsafe fn prefill<
             let to = if NARROW { bytes.address(0u32) } else { kv0 + stage * stage_bytes };
             // Computed anew for each block: kept, it would cost registers where scores need them. Here all steps fit at once.
             let tid = integer::opaque(tid);
-            for step in 0..KEYS * D / of_copy / THREADS {
-                let pieces = const { D as u32 / if NARROW { 16 } else { 8 } };
-                // A thread has the same piece of rows that are as far apart, if rows divide the threads.
-                let (r, piece) = if THREADS.is_multiple_of(pieces as usize) {
-                    (tid / pieces + step as u32 * (THREADS as u32 / pieces), tid % pieces)
-                } else {
-                    let i = tid + step as u32 * THREADS as u32;
-                    (i / pieces, i % pieces)
-                };
-                let key = block * KEYS as u32 + r;
-                let page = warp::shfl_idx(found, r / 8);
-                let seen = key.wrapping_sub(start) < tile.len - start;
-                // Of nothing the place does not matter, as long as it is one.
-                let there = page < pages && seen && piece * (of_copy as u32) < head_dim;
-                let (page, bytes) = if there { (page, 16) } else { (0, 0) };
-                let (page, slot) = (page as usize, (key & slot_mask) as usize);
-                let at = |page_stride: usize, slot_stride: usize| {
-                    page * page_stride + slot * slot_stride + piece as usize * of_copy
-                };
-                let to = if NARROW { to + (tid + (step * THREADS) as u32) * 16 } else { to + r * pitch + piece * 16 };
-                cp_async::copy_16_zfill(to, element_of(k, at(k_page, k_slot)), bytes);
-                cp_async::copy_16_zfill(to + copy_v_after, element_of(v, at(v_page, v_slot)), bytes);
+            if X {
+                let mine = XPieces::<KEYS, NARROW> { tid };
+                for group in 0..KEYS / const { XPieces::<KEYS, NARROW>::GROUP } {
+                    let r = mine.key(group);
+                    let key = block * KEYS as u32 + r;
+                    let page = warp::shfl_idx(found, r / 8);
+                    let seen = page < pages && key.wrapping_sub(start) < tile.len - start;
+                    let (page, slot) = (if seen { page } else { 0 } as usize, (key & slot_mask) as usize);
+                    let k_at = page * k_page + slot * of_copy;
+                    let v_r = mine.first_key(group);
+                    let key = block * KEYS as u32 + v_r;
+                    let page = warp::shfl_idx(found, v_r / 8);
+                    // Of the values of keys behind the sequence's end nothing is read.
+                    let read = if page < pages { tile.len.saturating_sub(key).min(of_copy as u32) } else { 0 };
+                    let read = read * const { 16 / if NARROW { 16 } else { 8 } };
+                    let (page, slot) = (if page < pages { page } else { 0 } as usize, (key & slot_mask) as usize);
+                    let v_at = page * v_page + slot;
+                    let steps = const { XPieces::<KEYS, NARROW>::steps(D) };
+                    for step in 0..steps {
+                        let piece = mine.k_piece(step);
+                        let d = mine.dimension(step);
+                        let (k_to, v_to) = if NARROW {
+                            let to = to + (tid + ((group * steps + step) * THREADS) as u32) * 16;
+                            (to, to + copy_v_after)
+                        } else {
+                            let v_to = 2 * XPieces::<KEYS, NARROW>::v_place(d, v_r);
+                            (to + r * pitch + piece * 16, to + copy_v_after + v_to)
+                        };
+                        let bytes = if seen && piece * (of_copy as u32) < head_dim { 16 } else { 0 };
+                        cp_async::copy_16_zfill(k_to, element_of(k, k_at + piece as usize * k_slot), bytes);
+                        let bytes = if d < head_dim { read } else { 0 };
+                        cp_async::copy_16_zfill(v_to, element_of(v, v_at + d as usize * v_slot), bytes);
+                    }
+                }
+            } else {
+                for step in 0..KEYS * D / of_copy / THREADS {
+                    let pieces = const { D as u32 / if NARROW { 16 } else { 8 } };
+                    // A thread has the same piece of rows that are as far apart, if rows divide the threads.
+                    let (r, piece) = if THREADS.is_multiple_of(pieces as usize) {
+                        (tid / pieces + step as u32 * (THREADS as u32 / pieces), tid % pieces)
+                    } else {
+                        let i = tid + step as u32 * THREADS as u32;
+                        (i / pieces, i % pieces)
+                    };
+                    let key = block * KEYS as u32 + r;
+                    let page = warp::shfl_idx(found, r / 8);
+                    let seen = key.wrapping_sub(start) < tile.len - start;
+                    // Of nothing the place does not matter, as long as it is one.
+                    let there = page < pages && seen && piece * (of_copy as u32) < head_dim;
+                    let (page, bytes) = if there { (page, 16) } else { (0, 0) };
+                    let (page, slot) = (page as usize, (key & slot_mask) as usize);
+                    let at = |page_stride: usize, slot_stride: usize| {
+                        page * page_stride + slot * slot_stride + piece as usize * of_copy
+                    };
+                    let to =
+                        if NARROW { to + (tid + (step * THREADS) as u32) * 16 } else { to + r * pitch + piece * 16 };
+                    cp_async::copy_16_zfill(to, element_of(k, at(k_page, k_slot)), bytes);
+                    cp_async::copy_16_zfill(to + copy_v_after, element_of(v, at(v_page, v_slot)), bytes);
+                }
             }
             cp_async::commit_group();
+        };
+        // Values that this thread has copied, which are there, become zeros where nobody sees their keys since those are before the first
+        // that somebody sees. Others are zeros already.
+        let hide = |stage: u32, block: u32| {
+            if !X || block * KEYS as u32 >= start {
+                return;
+            }
+            let tid = integer::opaque(tid);
+            let mine = XPieces::<KEYS, NARROW> { tid };
+            for group in 0..KEYS / const { XPieces::<KEYS, NARROW>::GROUP } {
+                let r = mine.first_key(group);
+                let hidden = start.wrapping_sub(block * KEYS as u32 + r);
+                if hidden >= of_copy as u32 {
+                    continue;
+                }
+                let steps = const { XPieces::<KEYS, NARROW>::steps(D) };
+                for step in 0..steps {
+                    let mut i = 0;
+                    while i < hidden {
+                        if NARROW {
+                            let piece = tid + ((group * steps + step) * THREADS) as u32;
+                            bytes.set(const { KEYS * D } as u32 + piece * 16 + i, 0);
+                        } else {
+                            let values = stage * const { stage_elements(D, KEYS, X) as u32 }
+                                + const { KEYS * row_elements(D) } as u32;
+                            let d = mine.dimension(step);
+                            kv.set(values + XPieces::<KEYS, NARROW>::v_place(d, r) + i, P::ZERO);
+                        }
+                        i += 1;
+                    }
+                }
+            }
         };
 
         // The last block, of which there is one at least, which is then wholly masked.
@@ -320,11 +471,11 @@ pub unsafe fn prefill<
         // Of the block after that, of which bytes come when those of the next one are operands.
         let mut found_then = u32::MAX;
         let to_operands = |stage: u32| {
-            let rows = kv.offset(stage as usize * (2 * KEYS * width));
+            let rows = kv.offset(stage as usize * const { stage_elements(D, KEYS, X) });
             match kind {
-                narrow::E4M3 => widen::<P, E4M3, D, KEYS>(rows, bytes),
-                narrow::E5M2 => widen::<P, E5M2, D, KEYS>(rows, bytes),
-                _ => widen::<P, i8, D, KEYS>(rows, bytes),
+                narrow::E4M3 => widen::<P, E4M3, D, KEYS, X>(rows, bytes),
+                narrow::E5M2 => widen::<P, E5M2, D, KEYS, X>(rows, bytes),
+                _ => widen::<P, i8, D, KEYS, X>(rows, bytes),
             }
         };
         let scale_at = tile.kv_head * scale_per_head;
@@ -339,6 +490,7 @@ pub unsafe fn prefill<
                 factors.set(own + lane, k_scale);
             }
             warp::sync_warp(warp::FULL);
+            hide(stage, block);
             to_operands(stage);
             if more_before(block) {
                 copy(stage, block - 1, found_next);
@@ -361,6 +513,7 @@ pub unsafe fn prefill<
             // This block is there, and nobody uses the last one any more.
             if !NARROW {
                 cp_async::wait_group::<0>();
+                hide(stage, block);
             }
             thread::sync_threads();
             let more = more_before(block);
@@ -369,6 +522,7 @@ pub unsafe fn prefill<
             stage ^= 1;
             if more && NARROW {
                 cp_async::wait_group::<0>();
+                hide(stage, block - 1);
                 to_operands(stage);
                 if more_before(block - 1) {
                     copy(stage, block - 2, found_then);
@@ -506,7 +660,14 @@ pub unsafe fn prefill<
                     ];
                 }
                 for j in 0..D / 16 {
-                    let b = mma::ldmatrix_x4_trans(v_row + (16 * step) as u32 * pitch + 32 * j as u32);
+                    let b = if X {
+                        // Rows of a power of two begin at multiples of themselves, and their pieces' order is a xor.
+                        let row =
+                            if KEYS.is_power_of_two() { v_row ^ 32 * step as u32 } else { v_row + 32 * step as u32 };
+                        mma::ldmatrix_x4(row + (16 * j) as u32 * const { 2 * KEYS as u32 })
+                    } else {
+                        mma::ldmatrix_x4_trans(v_row + (16 * step) as u32 * pitch + 32 * j as u32)
+                    };
                     for m in 0..M {
                         o[m][2 * j] = P::mma(p[m], [b[0], b[1]], o[m][2 * j]);
                         o[m][2 * j + 1] = P::mma(p[m], [b[2], b[3]], o[m][2 * j + 1]);
@@ -610,7 +771,7 @@ pub unsafe fn prefill<
 
 /// Turns the bytes that this thread has copied into operands in rows of K and V, four to a word.
 #[inline(always)]
-unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usize>(
+unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usize, const X: bool>(
     rows: Shared<P>,
     bytes: Shared<u8>,
 ) {
@@ -618,12 +779,22 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usi
     let tid = integer::opaque(thread::thread_idx_x());
     for step in 0..KEYS * D / 16 / THREADS {
         let i = tid + (step * THREADS) as u32;
-        let to = (i / pieces) as usize * width + (i % pieces) as usize * 16;
+        // Of K and of V, where the first eight and the last eight go.
+        let to = if X {
+            let mine = XPieces::<KEYS, true> { tid };
+            let k_to = mine.key(0) as usize * width + mine.k_piece(step) as usize * 16;
+            let (d, r) = (mine.dimension(step), mine.first_key(0));
+            let v_to = [0, 8].map(|i: u32| KEYS * width + XPieces::<KEYS, true>::v_place(d, r + i) as usize);
+            [[k_to, k_to + 8], v_to]
+        } else {
+            let to = (i / pieces) as usize * width + (i % pieces) as usize * 16;
+            [[to, to + 8], [to + KEYS * width, to + KEYS * width + 8]]
+        };
         unroll::<2>(|v| {
             let B128(words) = bytes.get_as::<B128<u32, 4>>(16 * i as usize + v * (KEYS * D));
             let [a, b, c, d] = words.map(|word: u32| C::operands(word));
-            rows.set_as(to + v * (KEYS * width), B128([a[0], a[1], b[0], b[1]]));
-            rows.set_as(to + v * (KEYS * width) + 8, B128([c[0], c[1], d[0], d[1]]));
+            rows.set_as(to[v][0], B128([a[0], a[1], b[0], b[1]]));
+            rows.set_as(to[v][1], B128([c[0], c[1], d[0], d[1]]));
         });
     }
 }
@@ -671,36 +842,60 @@ entries! {
         q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
         v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false>;
-    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false>;
-    prefill_d96_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false>;
-    prefill_d96_f16 { type T = f16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false>;
-    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false>;
-    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false>;
-    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false>;
-    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false>;
-    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false>;
-    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false>;
-    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true>;
-    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true>;
-    prefill_d96_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, true>;
-    prefill_d96_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, true>;
-    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true>;
-    prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true>;
-    prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, true>;
-    prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, true>;
-    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true>;
-    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true>;
-    prefill_d64_bf16_8 { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false>;
-    prefill_d64_f16_8 { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false>;
-    prefill_d128_bf16_8 { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false>;
-    prefill_d128_f16_8 { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false>;
-    prefill_d256_bf16_8 { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false>;
-    prefill_d256_f16_8 { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false>;
-    prefill_d64_bf16_8_split { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true>;
-    prefill_d64_f16_8_split { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true>;
-    prefill_d128_bf16_8_split { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true>;
-    prefill_d128_f16_8_split { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true>;
-    prefill_d256_bf16_8_split { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true>;
-    prefill_d256_f16_8_split { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true>;
+    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false, false>;
+    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false, false>;
+    prefill_d96_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false, false>;
+    prefill_d96_f16 { type T = f16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false, false>;
+    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false, false>;
+    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false, false>;
+    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false, false>;
+    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false, false>;
+    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false, false>;
+    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false, false>;
+    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false, true>;
+    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false, true>;
+    prefill_d96_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false, true>;
+    prefill_d96_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false, true>;
+    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false, true>;
+    prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false, true>;
+    prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false, true>;
+    prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false, true>;
+    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false, true>;
+    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false, true>;
+    prefill_d64_bf16_8 { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false, false>;
+    prefill_d64_f16_8 { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false, false>;
+    prefill_d128_bf16_8 { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false, false>;
+    prefill_d128_f16_8 { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false, false>;
+    prefill_d256_bf16_8 { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false, false>;
+    prefill_d256_f16_8 { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false, false>;
+    prefill_d64_bf16_8_split { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false, true>;
+    prefill_d64_f16_8_split { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false, true>;
+    prefill_d128_bf16_8_split { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false, true>;
+    prefill_d128_f16_8_split { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false, true>;
+    prefill_d256_bf16_8_split { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false, true>;
+    prefill_d256_f16_8_split { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false, true>;
+    prefill_d64_bf16_x { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true, false>;
+    prefill_d64_f16_x { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true, false>;
+    prefill_d128_bf16_x { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true, false>;
+    prefill_d128_f16_x { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true, false>;
+    prefill_d256_bf16_x { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true, false>;
+    prefill_d256_f16_x { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true, false>;
+    prefill_d64_bf16_8_x { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true, false>;
+    prefill_d64_f16_8_x { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true, false>;
+    prefill_d128_bf16_8_x { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true, false>;
+    prefill_d128_f16_8_x { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true, false>;
+    prefill_d256_bf16_8_x { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true, false>;
+    prefill_d256_f16_8_x { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true, false>;
+    prefill_d64_bf16_x_split { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true, true>;
+    prefill_d64_f16_x_split { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true, true>;
+    prefill_d128_bf16_x_split { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true, true>;
+    prefill_d128_f16_x_split { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true, true>;
+    prefill_d256_bf16_x_split { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true, true>;
+    prefill_d256_f16_x_split { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true, true>;
+    prefill_d64_bf16_8_x_split { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true, true>;
+    prefill_d64_f16_8_x_split { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true, true>;
+    prefill_d128_bf16_8_x_split { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true, true>;
+    prefill_d128_f16_8_x_split { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true, true>;
+    prefill_d256_bf16_8_x_split { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true, true>;
+    prefill_d256_f16_8_x_split { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true, true>;
 }
