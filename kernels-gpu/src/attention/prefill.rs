@@ -101,26 +101,32 @@ impl<const KEYS: usize, const NARROW: bool> XPieces<KEYS, NARROW> {
 
     /// The thread's key in a group, of which it copies pieces.
     #[inline(always)]
-    fn key(self, group: usize) -> u32 {
-        (group * Self::GROUP) as u32 + self.tid % Self::GROUP as u32
+    fn key(self, group: u32) -> u32 {
+        group * Self::GROUP as u32 + self.tid % Self::GROUP as u32
     }
 
     /// Which piece of the key it copies in a step.
     #[inline(always)]
-    fn k_piece(self, step: usize) -> u32 {
-        (step * (THREADS / Self::GROUP)) as u32 + self.tid / Self::GROUP as u32
+    fn k_piece(self, step: u32) -> u32 {
+        step * (THREADS / Self::GROUP) as u32 + self.tid / Self::GROUP as u32
     }
 
     /// The first of the keys in a group of which it copies values.
     #[inline(always)]
-    fn first_key(self, group: usize) -> u32 {
-        (group * Self::GROUP) as u32 + self.tid % Self::V_PIECES as u32 * Self::ELEMENTS as u32
+    fn first_key(self, group: u32) -> u32 {
+        group * Self::GROUP as u32 + self.tid % Self::V_PIECES as u32 * Self::ELEMENTS as u32
     }
 
     /// Which dimension of these it copies in a step.
     #[inline(always)]
-    fn dimension(self, step: usize) -> u32 {
-        (step * (THREADS / Self::V_PIECES)) as u32 + self.tid / Self::V_PIECES as u32
+    fn dimension(self, step: u32) -> u32 {
+        step * (THREADS / Self::V_PIECES) as u32 + self.tid / Self::V_PIECES as u32
+    }
+
+    /// Where bytes wait of what it copies in a step, counted through all groups: beside those of other threads.
+    #[inline(always)]
+    fn own_place(self, step: u32) -> u32 {
+        (step * THREADS as u32 + self.tid) * 16
     }
 
     /// The element of V in shared memory where the row of a dimension has the operands of eight keys from this one on. Rows are not padded:
@@ -314,9 +320,7 @@ pub unsafe fn prefill<
         // Pages of a block, a lane for each eight keys, which a page has at least: looked up a block ahead of the copies.
         let wanted = |block: u32| {
             let key = block * KEYS as u32 + 8 * lane;
-            // The page of 16 keys of which one piece has the values is that of their first eight.
-            let end = if X && NARROW { (key | 8) + 8 } else { key + 8 };
-            lane < KEYS as u32 / 8 && key < tile.len && end > start
+            lane < KEYS as u32 / 8 && key < tile.len && key + 8 > start
         };
         let pages_of = |block: u32| {
             let key = block * KEYS as u32 + 8 * lane;
@@ -342,7 +346,7 @@ pub unsafe fn prefill<
             let tid = integer::opaque(tid);
             if X {
                 let mine = XPieces::<KEYS, NARROW> { tid };
-                for group in 0..KEYS / const { XPieces::<KEYS, NARROW>::GROUP } {
+                for group in 0..KEYS as u32 / const { XPieces::<KEYS, NARROW>::GROUP as u32 } {
                     let r = mine.key(group);
                     let key = block * KEYS as u32 + r;
                     let page = warp::shfl_idx(found, r / 8);
@@ -351,18 +355,20 @@ pub unsafe fn prefill<
                     let k_at = page * k_page + slot * of_copy;
                     let v_r = mine.first_key(group);
                     let key = block * KEYS as u32 + v_r;
-                    let page = warp::shfl_idx(found, v_r / 8);
+                    // Of 16 keys, which are of one page, the first eight may be those that nobody sees.
+                    let unseen = NARROW && key + 8 <= start;
+                    let page = warp::shfl_idx(found, v_r / 8 + unseen as u32);
                     // Of the values of keys behind the sequence's end nothing is read.
                     let read = if page < pages { tile.len.saturating_sub(key).min(of_copy as u32) } else { 0 };
                     let read = read * const { 16 / if NARROW { 16 } else { 8 } };
                     let (page, slot) = (if page < pages { page } else { 0 } as usize, (key & slot_mask) as usize);
                     let v_at = page * v_page + slot;
-                    let steps = const { XPieces::<KEYS, NARROW>::steps(D) };
+                    let steps = const { XPieces::<KEYS, NARROW>::steps(D) as u32 };
                     for step in 0..steps {
                         let piece = mine.k_piece(step);
                         let d = mine.dimension(step);
                         let (k_to, v_to) = if NARROW {
-                            let to = to + (tid + ((group * steps + step) * THREADS) as u32) * 16;
+                            let to = to + mine.own_place(group * steps + step);
                             (to, to + copy_v_after)
                         } else {
                             let v_to = 2 * XPieces::<KEYS, NARROW>::v_place(d, v_r);
@@ -402,32 +408,28 @@ pub unsafe fn prefill<
             }
             cp_async::commit_group();
         };
-        // Values that this thread has copied, which are there, become zeros where nobody sees their keys since those are before the first
-        // that somebody sees. Others are zeros already.
+        // Values that this thread has copied, which are there, become zeros where their keys are before the first that somebody sees: in
+        // the block with that key, and of pieces that have both kinds. Others are zeros already.
         let hide = |stage: u32, block: u32| {
-            if !X || block * KEYS as u32 >= start {
+            let first = block * KEYS as u32;
+            if !X || first >= start {
                 return;
             }
-            let tid = integer::opaque(tid);
-            let mine = XPieces::<KEYS, NARROW> { tid };
-            for group in 0..KEYS / const { XPieces::<KEYS, NARROW>::GROUP } {
-                let r = mine.first_key(group);
-                let hidden = start.wrapping_sub(block * KEYS as u32 + r);
-                if hidden >= of_copy as u32 {
-                    continue;
-                }
-                let steps = const { XPieces::<KEYS, NARROW>::steps(D) };
+            // Nothing of this is to be kept from block to block.
+            let (mine, start) = (XPieces::<KEYS, NARROW> { tid: integer::opaque(tid) }, integer::opaque(start));
+            let group = (start - first) / const { XPieces::<KEYS, NARROW>::GROUP as u32 };
+            let r = mine.first_key(group);
+            let hidden = (start - first).wrapping_sub(r);
+            if hidden < of_copy as u32 {
+                let steps = const { XPieces::<KEYS, NARROW>::steps(D) as u32 };
                 for step in 0..steps {
                     let mut i = 0;
                     while i < hidden {
                         if NARROW {
-                            let piece = tid + ((group * steps + step) * THREADS) as u32;
-                            bytes.set(const { KEYS * D } as u32 + piece * 16 + i, 0);
+                            bytes.set(const { (KEYS * D) as u32 } + mine.own_place(group * steps + step) + i, 0);
                         } else {
-                            let values = stage * const { stage_elements(D, KEYS, X) as u32 }
-                                + const { KEYS * row_elements(D) } as u32;
-                            let d = mine.dimension(step);
-                            kv.set(values + XPieces::<KEYS, NARROW>::v_place(d, r) + i, P::ZERO);
+                            let at = XPieces::<KEYS, NARROW>::v_place(mine.dimension(step), r);
+                            kv.set((stage * stage_bytes + v_after) / 2 + at + i, P::ZERO);
                         }
                         i += 1;
                     }
@@ -471,7 +473,7 @@ pub unsafe fn prefill<
         // Of the block after that, of which bytes come when those of the next one are operands.
         let mut found_then = u32::MAX;
         let to_operands = |stage: u32| {
-            let rows = kv.offset(stage as usize * const { stage_elements(D, KEYS, X) });
+            let rows = kv.offset(stage as usize * if X { stage_elements(D, KEYS, X) } else { 2 * KEYS * width });
             match kind {
                 narrow::E4M3 => widen::<P, E4M3, D, KEYS, X>(rows, bytes),
                 narrow::E5M2 => widen::<P, E5M2, D, KEYS, X>(rows, bytes),
@@ -779,22 +781,23 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usi
     let tid = integer::opaque(thread::thread_idx_x());
     for step in 0..KEYS * D / 16 / THREADS {
         let i = tid + (step * THREADS) as u32;
-        // Of K and of V, where the first eight and the last eight go.
-        let to = if X {
-            let mine = XPieces::<KEYS, true> { tid };
-            let k_to = mine.key(0) as usize * width + mine.k_piece(step) as usize * 16;
-            let (d, r) = (mine.dimension(step), mine.first_key(0));
-            let v_to = [0, 8].map(|i: u32| KEYS * width + XPieces::<KEYS, true>::v_place(d, r + i) as usize);
-            [[k_to, k_to + 8], v_to]
-        } else {
-            let to = (i / pieces) as usize * width + (i % pieces) as usize * 16;
-            [[to, to + 8], [to + KEYS * width, to + KEYS * width + 8]]
-        };
+        let to = (i / pieces) as usize * width + (i % pieces) as usize * 16;
+        let mine = XPieces::<KEYS, true> { tid };
         unroll::<2>(|v| {
             let B128(words) = bytes.get_as::<B128<u32, 4>>(16 * i as usize + v * (KEYS * D));
             let [a, b, c, d] = words.map(|word: u32| C::operands(word));
-            rows.set_as(to[v][0], B128([a[0], a[1], b[0], b[1]]));
-            rows.set_as(to[v][1], B128([c[0], c[1], d[0], d[1]]));
+            let (first, last) = if !X {
+                (to + v * (KEYS * width), to + v * (KEYS * width) + 8)
+            } else if v == 0 {
+                let to = mine.key(0) as usize * width + mine.k_piece(step as u32) as usize * 16;
+                (to, to + 8)
+            } else {
+                let to =
+                    |r: u32| KEYS * width + XPieces::<KEYS, true>::v_place(mine.dimension(step as u32), r) as usize;
+                (to(mine.first_key(0)), to(mine.first_key(0) + 8))
+            };
+            rows.set_as(first, B128([a[0], a[1], b[0], b[1]]));
+            rows.set_as(last, B128([c[0], c[1], d[0], d[1]]));
         });
     }
 }
