@@ -1,6 +1,6 @@
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
-use warploom::attention::prefill::{Args, Scratch, TICKETS, launch, split_floats, split_tickets};
+use warploom::attention::prefill::{Args, Scratch, TICKETS, launch, mma_entry, split_floats, split_tickets};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
 use warploom::kernels::attention::soft_capped;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales};
@@ -979,6 +979,27 @@ fn a_graph_divides_keys_by_the_lengths_of_each_launch() {
             one_graph_serves(d, s, &shape, path, PrefillWorkspace::splitting(d).unwrap(), &steps);
         }
     });
+}
+
+/// The smallest shared memory of any GPU since sm_80 is 99 KB a block, and every head that a layout can have is somebody's.
+#[test]
+fn mma_fits_every_gpu() {
+    for (dtype, other) in [(DType::Bf16, DType::F16), (DType::F16, DType::Bf16)] {
+        let caches = [dtype, DType::E4m3, DType::E5m2, DType::I8].into_iter();
+        for (cache, layout) in caches.flat_map(|cache| EVERY.iter().map(move |&layout| (cache, layout))) {
+            for (dim, split) in (1..=256).flat_map(|dim| [false, true].map(|split| (dim, split))) {
+                let found = mma_entry(dtype, cache, layout, dim, split);
+                assert_eq!(found.is_some(), dim % (16 / cache.size()) == 0, "{dtype} over {cache} × {dim}, {layout:?}");
+                if let Some((entry, tile)) = found {
+                    let (name, bytes) = (entry.name, tile.shared_bytes);
+                    assert!(bytes <= 99 * 1024, "{name}: {bytes} bytes");
+                    let of = (name.ends_with("_split"), name.split('_').any(|part| part == "x"));
+                    assert_eq!(of, (split, layout == CacheLayout::XSplit), "{name}");
+                }
+            }
+        }
+        assert!(mma_entry(dtype, other, CacheLayout::XSplit, 128, false).is_none());
+    }
 }
 
 /// Pointers into memory of the caller's give the bits that the checked function gives.
