@@ -139,7 +139,7 @@ impl<const KEYS: usize, const NARROW: bool> XPieces<KEYS, NARROW> {
             4 => dimension / 2 % 4,
             _ => dimension % 8,
         };
-        dimension * KEYS as u32 + (key / 8 ^ other) * 8
+        dimension * KEYS as u32 + ((key / 8) ^ other) * 8
     }
 }
 
@@ -223,6 +223,9 @@ pub unsafe fn prefill<
     const { assert!((KEYS * D / if NARROW { 16 } else { 8 }).is_multiple_of(THREADS)) };
     // As Q is fitted.
     const { assert!(!NARROW || D.is_power_of_two()) };
+    // As x-split pieces are copied, and widened: in one group.
+    const { assert!(!X || (XPieces::<KEYS, NARROW>::GROUP * D / XPieces::<KEYS, NARROW>::ELEMENTS).is_multiple_of(THREADS)) };
+    const { assert!(!X || !NARROW || KEYS.is_power_of_two()) };
     core::hint::assert_unchecked(kv_heads != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
@@ -665,7 +668,7 @@ pub unsafe fn prefill<
                     let b = if X {
                         // Rows of a power of two begin at multiples of themselves, and their pieces' order is a xor.
                         let row =
-                            if KEYS.is_power_of_two() { v_row ^ 32 * step as u32 } else { v_row + 32 * step as u32 };
+                            if KEYS.is_power_of_two() { v_row ^ (32 * step as u32) } else { v_row + 32 * step as u32 };
                         mma::ldmatrix_x4(row + (16 * j) as u32 * const { 2 * KEYS as u32 })
                     } else {
                         mma::ldmatrix_x4_trans(v_row + (16 * step) as u32 * pitch + 32 * j as u32)
