@@ -13,20 +13,20 @@ pub fn benches(harness: &mut Harness) {
         &[(1, 64), (4, 128)],
     );
     for &(batch, context) in shapes {
-        case(harness, "bf16/32-8", CacheLayout::Nhd, batch, context, 32, 8, noise::<bf16>);
-        case(harness, "bf16/32-8/xsplit", CacheLayout::XSplit, batch, context, 32, 8, noise::<bf16>);
+        case(harness, "bf16/32-8", CacheLayout::Nhd, batch, context, [32, 8], noise::<bf16>);
+        case(harness, "bf16/32-8/xsplit", CacheLayout::XSplit, batch, context, [32, 8], noise::<bf16>);
     }
     if harness.device().is_simt() {
         return;
     }
     for (name, q_heads, kv_heads) in [("32-32", 32, 32), ("64-8", 64, 8), ("16-1", 16, 1)] {
-        case(harness, &format!("bf16/{name}"), CacheLayout::Nhd, 32, 4096, q_heads, kv_heads, noise::<bf16>);
+        case(harness, &format!("bf16/{name}"), CacheLayout::Nhd, 32, 4096, [q_heads, kv_heads], noise::<bf16>);
     }
     // As many bytes as 32 x 4096 of 8 KV heads.
-    case(harness, "bf16/16-1", CacheLayout::Nhd, 256, 4096, 16, 1, noise::<bf16>);
+    case(harness, "bf16/16-1", CacheLayout::Nhd, 256, 4096, [16, 1], noise::<bf16>);
     for (batch, context) in [(1, 4096), (32, 4096), (1, 32768), (128, 32768)] {
-        case(harness, "e4m3/32-8", CacheLayout::Nhd, batch, context, 32, 8, e4m3_noise);
-        case(harness, "e4m3/32-8/xsplit", CacheLayout::XSplit, batch, context, 32, 8, e4m3_noise);
+        case(harness, "e4m3/32-8", CacheLayout::Nhd, batch, context, [32, 8], e4m3_noise);
+        case(harness, "e4m3/32-8/xsplit", CacheLayout::XSplit, batch, context, [32, 8], e4m3_noise);
     }
 }
 
@@ -51,8 +51,7 @@ fn case<S: CacheElement>(
     layout: CacheLayout,
     batch: usize,
     context: usize,
-    q_heads: usize,
-    kv_heads: usize,
+    [q_heads, kv_heads]: [usize; 2],
     fill: Fill<S>,
 ) {
     const DIM: usize = 128;

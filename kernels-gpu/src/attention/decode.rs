@@ -30,8 +30,8 @@
 //! Keys come in pieces of 16 bytes, a key after the other, and values key by key for each dimension: vLLM's first layout. A piece of K is
 //! then what `ldmatrix` takes as it lies, and V is transposed already. Stages hold both as pieces in that order ([`xsplit_v_piece`]), so a group
 //! of a page of 16 is copied from neighbouring addresses to neighbouring addresses. 8-bit values come four keys to a word, hence another
-//! order of the keys in a group ([`key_of_row`]). What no query token sees of a piece of values is cut off by the copy behind the end of a
-//! sequence, and overwritten before the first key.
+//! order of the keys in a group ([`key_of_row`]). Keys that no query token sees, and that share a piece of values with others, are
+//! overwritten with zeros when they are there: at the end of a sequence, and where a window begins.
 //!
 //! # The end of an item
 //! The warps merge in shared memory. If the sequence has one chunk the block writes the output, otherwise a partial
@@ -184,7 +184,7 @@ const fn key_of_row(row: u32, by_fours: bool) -> u32 {
 /// Where the piece of a dimension and of eight keys (`half` 0: the first, 1: the others) of 16-bit values lies in a stage of the x-split
 /// layout: those of a dimension side by side, as they come, in such an order that eight dimensions of one half meet in no bank.
 const fn xsplit_v_piece(d: u32, half: u32) -> u32 {
-    2 * d + (half ^ d / 4 % 2)
+    2 * d + (half ^ (d / 4 % 2))
 }
 
 /// Which 16-byte piece of a row of `pieces` of them lies where piece 0 would: to be combined by exclusive or.

@@ -20,9 +20,10 @@
 //! into the range of f16 first, and their scores by its inverse.
 //!
 //! # Caches in the x-split layout
-//! There 16 bytes of K belong to one key, and so do 16 bytes in a row of K in shared memory, but pieces of neighbouring keys are neighbours.
+//! There 16 bytes of K belong to one key, and pieces of neighbouring keys are neighbours, as they are in shared memory.
 //! 16 bytes of V are a dimension of 8 keys, or of 16 keys of 8 bits: shared memory has V with a row for each dimension, whose pieces
-//! are B operands as they are, without being transposed. Products and their order are those of other layouts, bit by bit.
+//! are B operands as they are, without being transposed. What is beside one another in memory stays so in both: two pieces of 16 bytes come
+//! together, and are stored together if their places are neighbours. Products and their order are those of other layouts, bit by bit.
 //! A piece of V may have keys that nobody sees: those behind the sequence's end are not read; those before the first that somebody
 //! sees the thread that has copied them overwrites with zeros when they are there, in one block of a tile only.
 
@@ -65,16 +66,16 @@ const fn chains(keys: usize, tiles: usize) -> usize {
     if sums < 8 { 8 / sums } else { 1 }
 }
 
-/// Elements of K and V of a block of keys in shared memory: of x-split caches V has a row of `keys` elements for each dimension.
-const fn stage_elements(head_dim: usize, keys: usize, x_split: bool) -> usize {
-    keys * row_elements(head_dim) + keys * if x_split { head_dim } else { row_elements(head_dim) }
+/// Elements of K, or of V, of a block of keys in shared memory.
+const fn block_elements(head_dim: usize, keys: usize, x_split: bool) -> usize {
+    keys * if x_split { head_dim } else { row_elements(head_dim) }
 }
 
 /// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements, blocks of `keys` keys and `tiles`
 /// times 16 rows a warp; `narrow`: over a cache of 8 bits; `x_split`: of that layout.
 pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize, narrow: bool, x_split: bool) -> usize {
     let bytes_of_keys = if narrow { 2 * keys * head_dim + rows(tiles) * 4 } else { 0 };
-    let operands = rows(tiles) * row_elements(head_dim) + 2 * stage_elements(head_dim, keys, x_split);
+    let operands = rows(tiles) * row_elements(head_dim) + 4 * block_elements(head_dim, keys, x_split);
     operands * 2 + bytes_of_keys + 16 + rows(tiles) * 4
 }
 
@@ -127,6 +128,12 @@ impl<const KEYS: usize, const NARROW: bool> XPieces<KEYS, NARROW> {
     #[inline(always)]
     fn own_place(self, step: u32) -> u32 {
         (step * THREADS as u32 + self.tid) * 16
+    }
+
+    /// The element of K in shared memory where a piece of eight operands of a key begins: beside those of the keys around it.
+    #[inline(always)]
+    fn k_place(piece: u32, key: u32) -> u32 {
+        (piece * KEYS as u32 + key) * 8
     }
 
     /// The element of V in shared memory where the row of a dimension has the operands of eight keys from this one on. Rows are not padded:
@@ -252,7 +259,7 @@ pub unsafe fn prefill<
     let mut carver = shared::Carver::new();
     let qs = carver.take::<T>(rows(M) * width);
     // K and V of a block of keys, and of the next.
-    let kv = carver.take::<P>(2 * stage_elements(D, KEYS, X));
+    let kv = carver.take::<P>(4 * block_elements(D, KEYS, X));
     // Of 8-bit elements: their bytes, of K and V of one block.
     let bytes = carver.take::<u8>(if NARROW { 2 * KEYS * D } else { 0 });
     // The number of the next tile or part, ...
@@ -265,11 +272,16 @@ pub unsafe fn prefill<
     // 32-bit addresses: what is added to them becomes part of the instruction.
     let (q0, kv0) = (qs.address(0u32), kv.address(0u32));
     let pitch = const { 2 * row_elements(D) as u32 };
-    let (v_after, stage_bytes) = (KEYS as u32 * pitch, const { 2 * stage_elements(D, KEYS, X) as u32 });
+    let (v_after, stage_bytes) =
+        const { (2 * block_elements(D, KEYS, X) as u32, 4 * block_elements(D, KEYS, X) as u32) };
     // Where copies go: to rows as they are multiplied, or a thread's beside one another.
     let copy_v_after = if NARROW { const { (KEYS * D) as u32 } } else { v_after };
     let q_row = q0 + (own + lane % 16) * pitch + lane / 16 * 16;
-    let k_row = kv0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
+    let k_row = if X {
+        kv0 + 2 * XPieces::<KEYS, NARROW>::k_place(lane / 8 % 2, lane % 8 + lane / 16 * 8)
+    } else {
+        kv0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16
+    };
     let v_row = if X {
         kv0 + v_after + 2 * XPieces::<KEYS, NARROW>::v_place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)
     } else {
@@ -375,7 +387,7 @@ pub unsafe fn prefill<
                             (to, to + copy_v_after)
                         } else {
                             let v_to = 2 * XPieces::<KEYS, NARROW>::v_place(d, v_r);
-                            (to + r * pitch + piece * 16, to + copy_v_after + v_to)
+                            (to + 2 * XPieces::<KEYS, NARROW>::k_place(piece, r), to + copy_v_after + v_to)
                         };
                         let bytes = if seen && piece * (of_copy as u32) < head_dim { 16 } else { 0 };
                         cp_async::copy_16_zfill(k_to, element_of(k, k_at + piece as usize * k_slot), bytes);
@@ -476,7 +488,7 @@ pub unsafe fn prefill<
         // Of the block after that, of which bytes come when those of the next one are operands.
         let mut found_then = u32::MAX;
         let to_operands = |stage: u32| {
-            let rows = kv.offset(stage as usize * if X { stage_elements(D, KEYS, X) } else { 2 * KEYS * width });
+            let rows = kv.offset(stage as usize * const { 2 * block_elements(D, KEYS, X) });
             match kind {
                 narrow::E4M3 => widen::<P, E4M3, D, KEYS, X>(rows, bytes),
                 narrow::E5M2 => widen::<P, E5M2, D, KEYS, X>(rows, bytes),
@@ -551,7 +563,11 @@ pub unsafe fn prefill<
                     a[m] = mma::ldmatrix_x4(q_row + (16 * m) as u32 * pitch + 32 * step as u32);
                 }
                 for j in 0..KEYS / 16 {
-                    let b = mma::ldmatrix_x4(k_row + (16 * j) as u32 * pitch + 32 * step as u32);
+                    let b = if X {
+                        mma::ldmatrix_x4(k_row + 2 * XPieces::<KEYS, NARROW>::k_place(2 * step as u32, 16 * j as u32))
+                    } else {
+                        mma::ldmatrix_x4(k_row + (16 * j) as u32 * pitch + 32 * step as u32)
+                    };
                     for m in 0..M {
                         s[m][2 * j] = P::mma(a[m], [b[0], b[1]], s[m][2 * j]);
                         s[m][2 * j + 1] = P::mma(a[m], [b[2], b[3]], s[m][2 * j + 1]);
@@ -792,11 +808,10 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usi
             let (first, last) = if !X {
                 (to + v * (KEYS * width), to + v * (KEYS * width) + 8)
             } else if v == 0 {
-                let to = mine.key(0) as usize * width + mine.k_piece(step as u32) as usize * 16;
-                (to, to + 8)
+                let to = |piece: u32| XPieces::<KEYS, true>::k_place(piece, mine.key(0)) as usize;
+                (to(2 * mine.k_piece(step as u32)), to(2 * mine.k_piece(step as u32) + 1))
             } else {
-                let to =
-                    |r: u32| KEYS * width + XPieces::<KEYS, true>::v_place(mine.dimension(step as u32), r) as usize;
+                let to = |r: u32| KEYS * D + XPieces::<KEYS, true>::v_place(mine.dimension(step as u32), r) as usize;
                 (to(mine.first_key(0)), to(mine.first_key(0) + 8))
             };
             rows.set_as(first, B128([a[0], a[1], b[0], b[1]]));
