@@ -26,6 +26,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use warploom::kv_cache::{CacheLayout, CacheShape};
 use warploom::{Device, Element, Error, Event, Float, Graph, Result, Stream, Tensor};
 
 /// Sets of inputs that take turns on a GPU, if the memory suffices.
@@ -701,6 +702,19 @@ pub fn tiled<T: Element>(device: &Device, stream: &Stream, data: &[T], shape: &[
     }
     stream.synchronize()?;
     Ok(tensor)
+}
+
+/// Shapes of the keys and the values of a cache of this layout with elements of `size` bytes.
+pub fn cache_shapes(layout: CacheLayout, shape: CacheShape, size: usize) -> (Vec<usize>, Vec<usize>) {
+    let CacheShape { blocks, block_size, heads, head_dim, .. } = shape;
+    let x = 16 / size;
+    match layout {
+        CacheLayout::XSplit => {
+            (vec![blocks, heads, head_dim / x, block_size, x], vec![blocks, heads, head_dim, block_size])
+        }
+        CacheLayout::Hnd => (vec![blocks, heads, block_size, head_dim], vec![blocks, heads, block_size, head_dim]),
+        _ => (vec![blocks, block_size, heads, head_dim], vec![blocks, block_size, heads, head_dim]),
+    }
 }
 
 /// Numbers that look random, uniform in [-1, 1), the same for the same `seed`. They repeat after 65,521.

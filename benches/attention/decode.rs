@@ -3,9 +3,9 @@
 
 use cuda_std::E4M3;
 use warploom::attention::{DecodeOptions, DecodeShape, DecodeWorkspace, decode};
-use warploom::kv_cache::{CacheElement, CacheLayout, KvCache, Scales};
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::{Device, Result, Stream, Tensor, bf16};
-use warploom_benches::{Cost, Harness, noise, tiled};
+use warploom_benches::{Cost, Harness, cache_shapes, noise, tiled};
 
 pub fn benches(harness: &mut Harness) {
     let shapes = harness.pick(
@@ -61,11 +61,7 @@ fn case<S: CacheElement>(
     let cost = Cost::bytes(tokens * kv_heads * DIM * 2 * size_of::<S>() + rows, rows).flops(4 * tokens * q_heads * DIM);
     harness.case(&format!("attention/decode/{name}/{batch}x{context}"), cost, move |device, stream, set| {
         let pages = tokens / PAGE;
-        let x = 16 / size_of::<S>();
-        let (keys, values) = match layout {
-            CacheLayout::XSplit => (vec![pages, kv_heads, DIM / x, PAGE, x], vec![pages, kv_heads, DIM, PAGE]),
-            _ => (vec![pages, PAGE, kv_heads, DIM], vec![pages, PAGE, kv_heads, DIM]),
-        };
+        let (keys, values) = cache_shapes(layout, CacheShape::new(pages, PAGE, kv_heads, DIM), size_of::<S>());
         let key = fill(device, stream, &keys, set)?;
         let value = fill(device, stream, &values, set + 100)?;
         let cache = KvCache::from_tensors(layout, key, value)?;

@@ -2,9 +2,9 @@
 
 use cuda_std::{E4M3, Float};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
-use warploom::kv_cache::{CacheElement, CacheLayout, KvCache, Scales};
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::{Tensor, bf16};
-use warploom_benches::{Cost, Harness, noise};
+use warploom_benches::{Cost, Harness, cache_shapes, noise};
 
 pub fn benches(harness: &mut Harness) {
     let auto = ("", PrefillPath::Auto);
@@ -107,17 +107,13 @@ fn case_in<S: CacheElement + Float>(
     let heads = format!("{q_heads}-{kv_heads}-{dim}");
     let narrow = size_of::<S>() == 1;
     let types = if narrow { format!("bf16-{}", S::DTYPE) } else { "bf16".into() };
-    let of_layout = if layout == CacheLayout::XSplit { "-x-split" } else { "" };
+    let of_layout = if layout == CacheLayout::XSplit { "-xsplit" } else { "" };
     harness.case(
         &format!("attention/prefill/{name}{types}{of_layout}/{heads}/{shape}"),
         cost,
         |device, stream, set| {
             let pages = (batch * len).div_ceil(PAGE);
-            let x = 16 / size_of::<S>();
-            let (key, value) = match layout {
-                CacheLayout::XSplit => (vec![pages, kv_heads, dim / x, PAGE, x], vec![pages, kv_heads, dim, PAGE]),
-                _ => (vec![pages, PAGE, kv_heads, dim], vec![pages, PAGE, kv_heads, dim]),
-            };
+            let (key, value) = cache_shapes(layout, CacheShape::new(pages, PAGE, kv_heads, dim), size_of::<S>());
             let key = noise::<S>(device, stream, &key, set)?;
             let value = noise::<S>(device, stream, &value, set + 100)?;
             let cache = KvCache::from_tensors(layout, key, value)?;

@@ -157,7 +157,7 @@ impl<const KEYS: usize, const NARROW: bool> XPieces<KEYS, NARROW> {
 /// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense and starts at a multiple of 16 bytes.
 ///   Of 8-bit elements, `NARROW`, which `kind` tells (of [`narrow`]), a vector has a multiple of 16, and there are `k_scales`, `v_scales`:
 ///   `[kv_heads]` if `scale_per_head` is 1, or `[1]` if it is 0.
-/// * `X`: `k` and `v` are x-split: of a page and head a piece of 16 bytes of each key, the next piece `k_slot` elements further, and of
+/// * `XSPLIT`: `k` and `v` are x-split: of a page and head a piece of 16 bytes of each key, the next piece `k_slot` elements further, and of
 ///   each dimension the values of the page's keys, the next dimension `v_slot` elements further. All distances are multiples of 16 bytes,
 ///   pages of 8-bit elements have 16 tokens or more.
 /// * `starts`: `[sequences + 1]`, where each sequence's query tokens begin; `lens`: `[sequences]`, keys of each sequence,
@@ -169,7 +169,7 @@ impl<const KEYS: usize, const NARROW: bool> XPieces<KEYS, NARROW> {
 /// * `window`: keys that a token sees, 0 for all; `soft_cap`: 0 for none; `causal`: whether a token sees no later keys.
 ///
 /// `D` is `head_dim` rounded up to an instance; `tile_tokens * (q_heads / kv_heads)` is at most [`rows`] of `M`. `P` is what is
-/// multiplied. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS`, `M`, `NARROW` and `X`.
+/// multiplied. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS`, `M`, `NARROW` and `XSPLIT`.
 #[inline(always)]
 pub unsafe fn prefill<
     T: TensorFloat,
@@ -178,7 +178,7 @@ pub unsafe fn prefill<
     const KEYS: usize,
     const M: usize,
     const NARROW: bool,
-    const X: bool,
+    const XSPLIT: bool,
     const SPLIT: bool,
 >(
     out: *mut T,
@@ -231,8 +231,12 @@ pub unsafe fn prefill<
     // As Q is fitted.
     const { assert!(!NARROW || D.is_power_of_two()) };
     // As x-split pieces are copied, and widened: in one group.
-    const { assert!(!X || (XPieces::<KEYS, NARROW>::GROUP * D / XPieces::<KEYS, NARROW>::ELEMENTS).is_multiple_of(THREADS)) };
-    const { assert!(!X || !NARROW || KEYS.is_power_of_two()) };
+    const {
+        assert!(
+            !XSPLIT || (XPieces::<KEYS, NARROW>::GROUP * D / XPieces::<KEYS, NARROW>::ELEMENTS).is_multiple_of(THREADS)
+        )
+    };
+    const { assert!(!XSPLIT || !NARROW || KEYS.is_power_of_two()) };
     core::hint::assert_unchecked(kv_heads != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
@@ -259,7 +263,7 @@ pub unsafe fn prefill<
     let mut carver = shared::Carver::new();
     let qs = carver.take::<T>(rows(M) * width);
     // K and V of a block of keys, and of the next.
-    let kv = carver.take::<P>(4 * block_elements(D, KEYS, X));
+    let kv = carver.take::<P>(4 * block_elements(D, KEYS, XSPLIT));
     // Of 8-bit elements: their bytes, of K and V of one block.
     let bytes = carver.take::<u8>(if NARROW { 2 * KEYS * D } else { 0 });
     // The number of the next tile or part, ...
@@ -273,16 +277,16 @@ pub unsafe fn prefill<
     let (q0, kv0) = (qs.address(0u32), kv.address(0u32));
     let pitch = const { 2 * row_elements(D) as u32 };
     let (v_after, stage_bytes) =
-        const { (2 * block_elements(D, KEYS, X) as u32, 4 * block_elements(D, KEYS, X) as u32) };
+        const { (2 * block_elements(D, KEYS, XSPLIT) as u32, 4 * block_elements(D, KEYS, XSPLIT) as u32) };
     // Where copies go: to rows as they are multiplied, or a thread's beside one another.
     let copy_v_after = if NARROW { const { (KEYS * D) as u32 } } else { v_after };
     let q_row = q0 + (own + lane % 16) * pitch + lane / 16 * 16;
-    let k_row = if X {
+    let k_row = if XSPLIT {
         kv0 + 2 * XPieces::<KEYS, NARROW>::k_place(lane / 8 % 2, lane % 8 + lane / 16 * 8)
     } else {
         kv0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16
     };
-    let v_row = if X {
+    let v_row = if XSPLIT {
         kv0 + v_after + 2 * XPieces::<KEYS, NARROW>::v_place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)
     } else {
         kv0 + v_after + lane % 16 * pitch + lane / 16 * 16
@@ -359,7 +363,7 @@ pub unsafe fn prefill<
             let to = if NARROW { bytes.address(0u32) } else { kv0 + stage * stage_bytes };
             // Computed anew for each block: kept, it would cost registers where scores need them. Here all steps fit at once.
             let tid = integer::opaque(tid);
-            if X {
+            if XSPLIT {
                 let mine = XPieces::<KEYS, NARROW> { tid };
                 for group in 0..KEYS as u32 / const { XPieces::<KEYS, NARROW>::GROUP as u32 } {
                     let r = mine.key(group);
@@ -427,7 +431,7 @@ pub unsafe fn prefill<
         // the block with that key, and of pieces that have both kinds. Others are zeros already.
         let hide = |stage: u32, block: u32| {
             let first = block * KEYS as u32;
-            if !X || first >= start {
+            if !XSPLIT || first >= start {
                 return;
             }
             // Nothing of this is to be kept from block to block.
@@ -488,11 +492,11 @@ pub unsafe fn prefill<
         // Of the block after that, of which bytes come when those of the next one are operands.
         let mut found_then = u32::MAX;
         let to_operands = |stage: u32| {
-            let rows = kv.offset(stage as usize * const { 2 * block_elements(D, KEYS, X) });
+            let rows = kv.offset(stage as usize * const { 2 * block_elements(D, KEYS, XSPLIT) });
             match kind {
-                narrow::E4M3 => widen::<P, E4M3, D, KEYS, X>(rows, bytes),
-                narrow::E5M2 => widen::<P, E5M2, D, KEYS, X>(rows, bytes),
-                _ => widen::<P, i8, D, KEYS, X>(rows, bytes),
+                narrow::E4M3 => widen::<P, E4M3, D, KEYS, XSPLIT>(rows, bytes),
+                narrow::E5M2 => widen::<P, E5M2, D, KEYS, XSPLIT>(rows, bytes),
+                _ => widen::<P, i8, D, KEYS, XSPLIT>(rows, bytes),
             }
         };
         let scale_at = tile.kv_head * scale_per_head;
@@ -563,7 +567,7 @@ pub unsafe fn prefill<
                     a[m] = mma::ldmatrix_x4(q_row + (16 * m) as u32 * pitch + 32 * step as u32);
                 }
                 for j in 0..KEYS / 16 {
-                    let b = if X {
+                    let b = if XSPLIT {
                         mma::ldmatrix_x4(k_row + 2 * XPieces::<KEYS, NARROW>::k_place(2 * step as u32, 16 * j as u32))
                     } else {
                         mma::ldmatrix_x4(k_row + (16 * j) as u32 * pitch + 32 * step as u32)
@@ -681,7 +685,7 @@ pub unsafe fn prefill<
                     ];
                 }
                 for j in 0..D / 16 {
-                    let b = if X {
+                    let b = if XSPLIT {
                         // Rows of a power of two begin at multiples of themselves, and their pieces' order is a xor.
                         let row =
                             if KEYS.is_power_of_two() { v_row ^ (32 * step as u32) } else { v_row + 32 * step as u32 };
@@ -792,7 +796,7 @@ pub unsafe fn prefill<
 
 /// Turns the bytes that this thread has copied into operands in rows of K and V, four to a word.
 #[inline(always)]
-unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usize, const X: bool>(
+unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usize, const XSPLIT: bool>(
     rows: Shared<P>,
     bytes: Shared<u8>,
 ) {
@@ -805,7 +809,7 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usi
         unroll::<2>(|v| {
             let B128(words) = bytes.get_as::<B128<u32, 4>>(16 * i as usize + v * (KEYS * D));
             let [a, b, c, d] = words.map(|word: u32| C::operands(word));
-            let (first, last) = if !X {
+            let (first, last) = if !XSPLIT {
                 (to + v * (KEYS * width), to + v * (KEYS * width) + 8)
             } else if v == 0 {
                 let to = |piece: u32| XPieces::<KEYS, true>::k_place(piece, mine.key(0)) as usize;
