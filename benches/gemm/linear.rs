@@ -27,6 +27,19 @@ pub fn benches(harness: &mut Harness) {
         for (m, k, n) in [(160, 3584, 18944), (200, 3072, 24576), (448, 8192, 8192)] {
             case(harness, m, k, n, LinearPath::Auto);
         }
+        // Few outputs beside K: keys and values, DeepSeek-V3's way into its latents, parts of larger models.
+        for (m, k, n) in [
+            (128, 8192, 1280),
+            (512, 2880, 1408),
+            (512, 4096, 1024),
+            (512, 7168, 576),
+            (512, 7168, 1536),
+            (512, 7168, 2112),
+            (640, 8192, 1024),
+            (1024, 7168, 576),
+        ] {
+            case(harness, m, k, n, LinearPath::Auto);
+        }
         for epilogue in [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu2] {
             biased(harness, 4096, 4096, 14336, epilogue);
         }

@@ -358,11 +358,13 @@ def linear():
     shapes += [(m, 4096, n) for n in (4096, 14336) for m in middle]
     shapes += [(m, 4096, 14336) for m in (2, 4, 16, 32, 1024, 2048)] + [(8192, 8192, 8192)]
     shapes += [(160, 3584, 18944), (200, 3072, 24576), (448, 8192, 8192)]
+    narrow = [(128, 8192, 1280), (512, 2880, 1408), (512, 4096, 1024), (512, 7168, 576), (512, 7168, 1536)]
+    shapes += narrow + [(512, 7168, 2112), (640, 8192, 1024), (1024, 7168, 576)]
     for m, k, n in shapes:
         yield case(
             f"gemm/linear/auto/bf16/{m}x{k}x{n}",
             inputs(m, k, n),
-            quick=m in (1, 8, 64, 128, 160, 200, 448, 512, 4096, 8192, *middle),
+            quick=m in (1, 8, 64, 128, 160, 200, 448, 512, 640, 4096, 8192, *middle),
             cublas=lambda x, w: torch.mm(x, w.t()),
         )
     yield case(

@@ -403,19 +403,19 @@ impl Choice {
         let n = n.max(1);
         let (kernel, shape) = modelled(m, n, k);
         let tile = || WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
-        // How long it may take beside what the model says of tiles, as both were measured. For more than 256 tokens that is off where outputs are few and K is
-        // short, and for the most tokens parts of such a K are.
-        let most = match m {
-            ..=128 if shape.groups > 2 => 0.98,
-            ..=128 if shape.in_rounds() => 1.04,
-            ..=192 => 1.03,
-            193..=208 if shape.groups > 2 => 1.09,
-            193..=256 => 1.02,
-            _ if shape.split > 2 => 1.1,
-            257..=384 if n >= 2048 => 1.0,
-            257..=384 if k >= 6144 => 1.06,
-            _ if n >= 2048 && (shape.in_rounds() || k >= 6144) => 0.98,
-            _ => 0.0,
+        // How long it may take beside what the model says of tiles, as both were measured.
+        let most = match (m, shape.groups) {
+            // A few blocks with few rows of weights each and a long way along K, for which tiles have more parts.
+            (..=256, 1) if n <= 1536 && k >= 7168 => 0.92,
+            (_, 1) if n <= 1536 && k >= 7168 => 1.0,
+            // Rows of 16 KiB, as for tiles.
+            (193.., 2) if shape.split == 2 && n <= 4096 && k.is_multiple_of(8192) => 0.87,
+            // Enough work for power to be the limit.
+            (241.., _) if n >= 16384 && k >= 4096 => 0.94,
+            (..=256, _) => 1.15,
+            (_, 1) | (..=384, 3) => 1.09,
+            (_, 3) => 0.94,
+            _ => 1.04,
         };
         let suits = m <= ALWAYS || m <= TOKENS && (shape.estimate(m, n, k) as f64) < most * 1000.0 * tile();
         let (kernel, shape) = paired((kernel, shape), m, n, k);

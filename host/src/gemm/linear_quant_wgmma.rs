@@ -34,7 +34,7 @@ macro_rules! tiles {
                     #[allow(unreachable_patterns)]
                     _ => return None,
                 };
-                Some(Shape { n, groups: 2, stages, down, across: 1, split, waves })
+                Some(Shape { n, stages, down, across: 1, split, waves })
             }
 
             /// The entry for operands and results of these types and these scales, if there is one.
@@ -73,9 +73,9 @@ tiles! {
         linear_quant_wgmma_i8_n128_bf16, linear_quant_wgmma_i8_n128_f16,
         blocks 6 = linear_quant_wgmma_blocks_n128_bf16, linear_quant_wgmma_blocks_n128_f16;
     /// 128 outputs, K in halves.
-    N128Split2: 1, 128, 1, 2, rows 6 = linear_quant_wgmma_rows_n128_split2_bf16, linear_quant_wgmma_rows_n128_split2_f16,
+    N128Split2: 1, 128, 1, 2, rows 5 = linear_quant_wgmma_rows_n128_split2_bf16, linear_quant_wgmma_rows_n128_split2_f16,
         linear_quant_wgmma_i8_n128_split2_bf16, linear_quant_wgmma_i8_n128_split2_f16,
-        blocks 6 = linear_quant_wgmma_blocks_n128_split2_bf16, linear_quant_wgmma_blocks_n128_split2_f16;
+        blocks 5 = linear_quant_wgmma_blocks_n128_split2_bf16, linear_quant_wgmma_blocks_n128_split2_f16;
     /// 96 outputs; scales of rows.
     N96: 1, 96, 1, 1, rows 6 = linear_quant_wgmma_rows_n96_bf16, linear_quant_wgmma_rows_n96_f16,
         linear_quant_wgmma_i8_n96_bf16, linear_quant_wgmma_i8_n96_f16, blocks;

@@ -13,8 +13,6 @@ const OP: &str = "linear";
 pub(super) struct Shape {
     /// Outputs.
     pub(super) n: u32,
-    /// Consumers of a tile: both, or one and the other has the next.
-    pub(super) groups: u32,
     /// Stages of the ring.
     pub(super) stages: u32,
     /// Blocks of a cluster with tiles below one another, which share weights.
@@ -36,8 +34,11 @@ impl Shape {
     /// Clusters that run at the same time. Clusters of four do not fill the processors of a GPU: 30 of them fit on an
     /// H200's 132 multiprocessors.
     pub(super) const fn at_once(self, multiprocessors: u32) -> u32 {
-        let clusters =
-            if self.blocks() > 2 { (multiprocessors as u64 * 10 / 44) as u32 } else { multiprocessors / self.blocks() };
+        let clusters = match self.blocks() {
+            1 | 2 => multiprocessors / self.blocks(),
+            3 => (multiprocessors as u64 * 39 / 132) as u32,
+            _ => (multiprocessors as u64 * 10 / 44) as u32,
+        };
         if clusters == 0 { 1 } else { clusters }
     }
 
@@ -61,7 +62,7 @@ impl Shape {
 }
 
 macro_rules! tiles {
-    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $waves:literal, $n:literal, $groups:literal, $stages:literal, $down:literal,
+    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $waves:literal, $n:literal, $stages:literal, $down:literal,
         $across:literal, $split:literal;)*) => {
         /// Tiles of [`LinearPath::Wgmma`](super::LinearPath::Wgmma): 128 tokens, or 256, by so many outputs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,10 +76,10 @@ macro_rules! tiles {
             pub const ALL: &[Self] = &[$(Self::$Tile),*];
 
             const fn shape(self) -> Shape {
-                let (waves, n, groups, stages, down, across, split) = match self {
-                    $(Self::$Tile => ($waves, $n, $groups, $stages, $down, $across, $split),)*
+                let (waves, n, stages, down, across, split) = match self {
+                    $(Self::$Tile => ($waves, $n, $stages, $down, $across, $split),)*
                 };
-                Shape { n, groups, stages, down, across, split, waves }
+                Shape { n, stages, down, across, split, waves }
             }
 
             /// The entry for an element type, if there is one.
@@ -97,37 +98,94 @@ macro_rules! tiles {
 }
 tiles! {
     /// 256 outputs.
-    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 1, 256, 2, 4, 1, 1, 1;
+    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 1, 256, 4, 1, 1, 1;
     /// 256 outputs; two blocks share weights.
-    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 1, 256, 2, 4, 2, 1, 1;
+    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 1, 256, 4, 2, 1, 1;
     /// 224 outputs.
-    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 1, 224, 2, 4, 1, 1, 1;
+    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 1, 224, 4, 1, 1, 1;
     /// 192 outputs.
-    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 1, 192, 2, 4, 1, 1, 1;
+    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 1, 192, 4, 1, 1, 1;
+    /// 192 outputs, K in halves.
+    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 1, 192, 4, 1, 1, 2;
     /// 176 outputs; consumers take turns with tiles of their own.
-    N176Turns = linear_wgmma_turns_n176_bf16, linear_wgmma_turns_n176_f16: 1, 176, 1, 5, 1, 1, 1;
+    N176Turns = linear_wgmma_turns_n176_bf16, linear_wgmma_turns_n176_f16: 1, 176, 5, 1, 1, 1;
     /// 160 outputs; consumers take turns with tiles of their own.
-    N160Turns = linear_wgmma_turns_n160_bf16, linear_wgmma_turns_n160_f16: 1, 160, 1, 5, 1, 1, 1;
+    N160Turns = linear_wgmma_turns_n160_bf16, linear_wgmma_turns_n160_f16: 1, 160, 5, 1, 1, 1;
+    /// 160 outputs, K in halves.
+    N160Split2 = linear_wgmma_n160_split2_bf16, linear_wgmma_n160_split2_f16: 1, 160, 4, 1, 1, 2;
     /// 144 outputs; consumers take turns with tiles of their own.
-    N144Turns = linear_wgmma_turns_n144_bf16, linear_wgmma_turns_n144_f16: 1, 144, 1, 5, 1, 1, 1;
+    N144Turns = linear_wgmma_turns_n144_bf16, linear_wgmma_turns_n144_f16: 1, 144, 5, 1, 1, 1;
     /// 256 tokens by 144 outputs, of which a consumer has 128 tokens.
-    N144Tokens256 = linear_wgmma_t256_n144_bf16, linear_wgmma_t256_n144_f16: 2, 144, 2, 4, 1, 1, 1;
-    /// 192 outputs; two blocks share a tile of results, each half of K.
-    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 1, 192, 2, 5, 1, 1, 2;
+    N144Tokens256 = linear_wgmma_t256_n144_bf16, linear_wgmma_t256_n144_f16: 2, 144, 4, 1, 1, 1;
+    /// 144 outputs, K in halves.
+    N144Split2 = linear_wgmma_n144_split2_bf16, linear_wgmma_n144_split2_f16: 1, 144, 5, 1, 1, 2;
+    /// 144 outputs, K in thirds.
+    N144Split3 = linear_wgmma_n144_split3_bf16, linear_wgmma_n144_split3_f16: 1, 144, 5, 1, 1, 3;
     /// 128 outputs.
-    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 1, 128, 2, 6, 1, 1, 1;
+    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 1, 128, 6, 1, 1, 1;
     /// 128 outputs; four blocks share tokens.
-    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 1, 128, 2, 6, 1, 4, 1;
+    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 1, 128, 6, 1, 4, 1;
     /// 128 outputs, K in halves.
-    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 1, 128, 2, 6, 1, 1, 2;
+    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 1, 128, 5, 1, 1, 2;
+    /// 128 outputs, K in thirds.
+    N128Split3 = linear_wgmma_n128_split3_bf16, linear_wgmma_n128_split3_f16: 1, 128, 5, 1, 1, 3;
     /// 96 outputs.
-    N96 = linear_wgmma_n96_bf16, linear_wgmma_n96_f16: 1, 96, 2, 6, 1, 1, 1;
+    N96 = linear_wgmma_n96_bf16, linear_wgmma_n96_f16: 1, 96, 6, 1, 1, 1;
+    /// 96 outputs, K in halves.
+    N96Split2 = linear_wgmma_n96_split2_bf16, linear_wgmma_n96_split2_f16: 1, 96, 6, 1, 1, 2;
+    /// 96 outputs, K in thirds.
+    N96Split3 = linear_wgmma_n96_split3_bf16, linear_wgmma_n96_split3_f16: 1, 96, 6, 1, 1, 3;
+    /// 96 outputs, K in quarters.
+    N96Split4 = linear_wgmma_n96_split4_bf16, linear_wgmma_n96_split4_f16: 1, 96, 6, 1, 1, 4;
     /// 64 outputs.
-    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 1, 64, 2, 8, 1, 1, 1;
+    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 1, 64, 8, 1, 1, 1;
     /// 64 outputs, K in halves.
-    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 1, 64, 2, 8, 1, 1, 2;
+    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 1, 64, 8, 1, 1, 2;
     /// 64 outputs, K in quarters.
-    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 1, 64, 2, 8, 1, 1, 4;
+    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 1, 64, 8, 1, 1, 4;
+}
+
+/// Nanoseconds of a tile on an H200, fitted to what it took for some 100 to 300 shapes: 4 to 8 % off.
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    /// Of a launch: the first stage's way, an exchange, a store.
+    launch: f64,
+    /// Of a step, and how much each block that runs at the same time adds.
+    step: f64,
+    block: f64,
+    /// Of a further round.
+    round: f64,
+}
+
+impl Shape {
+    const fn times(self) -> Times {
+        let (launch, step, block, round) = match (self.split, self.n) {
+            (1, 64) => (1930.0, 177.0, 0.34, 1270.0),
+            (1, 96) => (2060.0, 201.0, 0.53, 930.0),
+            (1, 128) if self.across > 1 => (3120.0, 270.0, 1.8, 1120.0),
+            (1, 128) => (2320.0, 255.0, 0.63, 810.0),
+            (1, 144) if self.waves > 1 => (3200.0, 551.0, 1.47, 5530.0),
+            (1, 144) => (2900.0, 310.0, 0.44, 950.0),
+            (1, 160) => (2330.0, 315.0, 0.76, 470.0),
+            (1, 176) => (2350.0, 370.0, 0.65, 370.0),
+            (1, 192) => (2310.0, 412.0, 0.64, 1670.0),
+            (1, 224) => (2140.0, 493.0, 0.58, 2570.0),
+            (1, _) if self.down > 1 => (3150.0, 585.0, 0.5, 2800.0),
+            (1, _) => (3050.0, 578.0, 0.47, 4010.0),
+            (2, 64) => (2180.0, 155.0, 1.08, 2070.0),
+            (2, 96) => (3410.0, 201.0, 0.81, 3510.0),
+            (2, 128) => (3720.0, 283.0, 0.5, 3900.0),
+            (2, 144) => (4470.0, 293.0, 0.7, 4400.0),
+            (2, 160) => (4680.0, 350.0, 0.49, 4490.0),
+            (2, _) => (4670.0, 366.0, 1.0, 4610.0),
+            (3, 96) => (4000.0, 174.0, 0.96, 2810.0),
+            (3, 128) => (4620.0, 257.0, 0.73, 3050.0),
+            (3, _) => (4990.0, 298.0, 0.6, 3540.0),
+            (_, 64) => (3400.0, 258.0, 0.0, 2990.0),
+            _ => (4460.0, 254.0, 0.45, 3510.0),
+        };
+        Times { launch, step, block, round }
+    }
 }
 
 impl WgmmaTile {
@@ -154,42 +212,31 @@ impl WgmmaTile {
     /// Nanoseconds on an H200, roughly: a model of its measured times, whose order is what matters.
     ///
     /// Tiles go in rounds, so that a last round with few of them costs as much as a full one; each step along K takes a time
-    /// that depends on the width of the tile, and weights and results pass through memory at 4.4 TB/s at best. What blocks
-    /// load from the L2 cache, in all, costs something in the way of power and waiting.
+    /// that depends on the tile and on how many blocks load from the L2 cache, and weights and results pass through memory at 4.4 TB/s at best.
     pub fn estimate(self, m: u32, n: u32, k: u32, multiprocessors: u32) -> f64 {
-        /// Bytes of a nanosecond, from memory and from the L2 cache.
+        /// Bytes of a nanosecond from memory.
         const MEMORY: f64 = 4400.0;
-        const CACHE: f64 = 150_000.0;
         /// From memory to one multiprocessor, and where its stages are few and large.
         const STREAM: f64 = 40.0;
         const WIDE: f64 = 35.0;
-        /// A launch, from its first load to its last store; what a cluster adds.
-        const LAUNCH: f64 = 4000.0;
-        const CLUSTER: f64 = 100.0;
-        /// A further round of clusters of four.
-        const AGAIN: f64 = 2500.0;
+        /// How many times as long steps take where rows of `x` and `w` are multiples of 16 KiB: what blocks read at the same time then meets in few
+        /// places of the memory. (Rows that are 128 bytes longer take as long as others.)
+        const ALIASED: f64 = 1.05;
+        /// Bytes of a nanosecond from the L2 cache, where there is so much to do that power is the limit.
+        const CACHE: f64 = 150_000.0;
         let shape = self.shape();
+        let times = shape.times();
         let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
         let rounds = tiles.div_ceil(at_once) as f64;
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(shape.split) as f64;
-        let step = match shape.n {
-            // More where tiles follow one another: both consumers store at the same time.
-            144 if shape.waves > 1 && rounds > 1.0 => 760.0,
-            144 if shape.waves > 1 => 680.0,
-            64 => 200.0,
-            96 => 240.0,
-            128 => 330.0,
-            144 => 345.0,
-            160 => 380.0,
-            176 => 415.0,
-            192 => 460.0,
-            224 => 530.0,
-            _ => 600.0,
-        };
-        // Who takes turns stores all but the last tile while the other multiplies; but alone, hence twice as long.
-        let store = 6.0 * (shape.n * shape.waves) as f64;
-        let (stores, last) = if shape.groups == 1 { (1.0, store) } else { (rounds, 0.0) };
-        let products = rounds * steps * step + stores * store;
+        let blocks = (tiles.min(at_once) * shape.blocks()) as f64;
+        let aliased = k > 0 && k.is_multiple_of(8192) && shape.split < 3;
+        let step = (times.step + times.block * blocks) * if aliased { ALIASED } else { 1.0 };
+        let products = rounds * steps * step;
+        let tokens = kernel::ROWS as u32 * shape.waves;
+        let lines = tokens as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
+        let loaded = tiles as f64 * shape.blocks() as f64 * steps * lines * 128.0;
+        let power = if rounds < 3.0 { 0.0 } else { loaded / CACHE };
         let (m, n, k) = (m as f64, n as f64, k as f64);
         // Multiprocessors that a cluster's size leaves idle all the time.
         let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
@@ -198,28 +245,7 @@ impl WgmmaTile {
         let alone = shape.down == 1 && m <= kernel::ROWS as f64;
         let stream = if shape.n > 224 { WIDE } else { STREAM };
         let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / stream) } else { memory };
-        let lines =
-            (kernel::ROWS as u32 * shape.waves) as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
-        let cache = tiles as f64 * shape.blocks() as f64 * steps * lines * 128.0 / CACHE;
-        // The sums that go from block to block, which for wide tiles is more than their share.
-        let exchange = match (shape.split, shape.n) {
-            (1, _) => 0.0,
-            (_, ..=128) => 900.0,
-            _ => 4000.0,
-        };
-        // Clusters of four with one tile each come and go more slowly than blocks.
-        let cluster = match shape.blocks() {
-            1 => 0.0,
-            3.. if shape.split > 1 => CLUSTER + (rounds - 1.0) * AGAIN,
-            _ => CLUSTER,
-        };
-        // Less than that was measured where one round of clusters of four does.
-        let less = match (rounds as u32, shape.split, shape.across) {
-            (1, 4, _) => 2100.0,
-            (1, _, 4) => 1300.0,
-            _ => 0.0,
-        };
-        products.max(memory) + last + cache + LAUNCH + cluster + exchange - less
+        products.max(memory) + times.launch + (rounds - 1.0) * times.round + power
     }
 }
 

@@ -12,7 +12,9 @@
 //! * *Two waves.* A consumer may have 128 tokens, 64 after another with the same weights (`ALL` is twice `N`): products of half the registers, scales and
 //!   addresses once for both.
 
-use super::linear_wgmma::{BAND, CONSUMERS, Exchange, GROUP_ROWS, LINE, Operand, ROWS, Store, chunk, chunks, owned};
+use super::linear_wgmma::{
+    BAND, CONSUMERS, Exchange, GROUP_ROWS, LINE, Operand, ROWS, Store, chunk, chunks, owned, parts_words,
+};
 use crate::TensorFloat;
 use crate::pipeline::{Raster, Ring, Stages, part};
 use crate::row::GROUP;
@@ -30,9 +32,10 @@ pub const fn rows(all: usize, n: usize) -> u32 {
     (ROWS * (all / n)) as u32
 }
 
-/// Dynamic shared memory for tiles of `n` outputs of `waves` times [`ROWS`] tokens: the ring, two chunks for each consumer, the mbarriers.
+/// Dynamic shared memory for tiles of `n` outputs of `waves` times [`ROWS`] tokens: the ring, two chunks for each consumer, the sums of other blocks, the mbarriers.
 pub const fn shared_bytes(n: usize, waves: usize, stages: usize, split: usize) -> usize {
-    stages * (ROWS * waves + n) * LINE as usize + 4 * GROUP_ROWS * chunk(n, split) * 2 + (2 * stages + 1) * 8
+    let staging = 4 * GROUP_ROWS * chunk(n, split) * 2;
+    stages * (ROWS * waves + n) * LINE as usize + staging + parts_words(n, split) * 4 + (2 * stages + 1) * 8
 }
 
 /// As [`linear_wgmma`](super::linear_wgmma::linear_wgmma), with boxes of 128 columns; tiles have `N` outputs of `ALL / N` times [`ROWS`] tokens, and `w` boxes of
@@ -83,6 +86,7 @@ pub unsafe fn linear_quant_blocks<
     let xs = carver.take_aligned::<u8>(STAGES * x_bytes as usize, 1024);
     let ws = carver.take_aligned::<u8>(STAGES * w_bytes as usize, 1024);
     let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
+    let parts = carver.take::<u32>(const { parts_words(N, SPLIT as usize) });
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS + 1 });
     // Counts sums that come from other blocks.
     let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
@@ -149,10 +153,6 @@ pub unsafe fn linear_quant_blocks<
             }
         }
         warp::sync_warp(!0);
-        if SPLIT > 1 {
-            cluster::arrive_relaxed();
-            cluster::wait();
-        }
     } else {
         wgmma::increase_registers::<240>();
         let group = warp_id / 4 - 1;
@@ -281,10 +281,7 @@ pub unsafe fn linear_quant_blocks<
                 turn ^=
                     store.tile::<ROWS, ALL, 1>(sums, bias, scale, ones, row, column, 0, const { chunks(ALL, 1) }, turn);
             } else {
-                // All blocks are done with their rings, whose place the parts of the sums take.
-                cluster::arrive_relaxed();
-                cluster::wait();
-                let exchange = Exchange::<N, SPLIT>::new(split, 1, 0);
+                let exchange = Exchange::<N, SPLIT>::new(parts, split, 1, 0);
                 exchange.send(&sums, came);
                 // Nobody writes to this block after that, which therefore may end.
                 mbarrier::wait_parity(came, 0);

@@ -68,8 +68,8 @@ entries! {
     linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
     linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
     linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 5, 1, 1, 2>;
+    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 5, 1, 1, 2>;
     linear_quant_wgmma_rows_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
     linear_quant_wgmma_rows_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
     linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
@@ -86,8 +86,8 @@ entries! {
     linear_quant_wgmma_i8_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
     linear_quant_wgmma_i8_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
     linear_quant_wgmma_i8_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
-    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 5, 1, 1, 2>;
+    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 5, 1, 1, 2>;
     linear_quant_wgmma_i8_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
     linear_quant_wgmma_i8_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
     linear_quant_wgmma_i8_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
@@ -102,8 +102,8 @@ entries! {
     linear_quant_wgmma_blocks_n128_t256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 256, 128, 4, 1>;
     linear_quant_wgmma_blocks_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 1>;
     linear_quant_wgmma_blocks_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 1>;
-    linear_quant_wgmma_blocks_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 2>;
-    linear_quant_wgmma_blocks_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 2>;
+    linear_quant_wgmma_blocks_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 5, 2>;
+    linear_quant_wgmma_blocks_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 5, 2>;
     linear_quant_wgmma_blocks_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 1>;
     linear_quant_wgmma_blocks_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 1>;
     linear_quant_wgmma_blocks_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 2>;

@@ -156,10 +156,20 @@ pub const fn chunk_swizzle(n: usize, split: usize) -> Swizzle {
     }
 }
 
-/// Dynamic shared memory for tiles of `tokens` by `n` outputs: the ring, two batches of chunks for each consumer, the mbarriers.
+/// Dynamic shared memory for tiles of `tokens` by `n` outputs: the ring, two batches of chunks for each consumer, the sums of other blocks, the mbarriers.
 pub const fn shared_bytes(tokens: usize, n: usize, stages: usize, split: usize) -> usize {
     let staging = 4 * GROUP_ROWS * chunk(n, split) * batch(tokens, n, split as u32) * 2;
-    stages * (tokens + n) * STEP * 2 + staging + (2 * stages + 1) * 8
+    stages * (tokens + n) * STEP * 2 + staging + parts_words(n, split) * 4 + (2 * stages + 1) * 8
+}
+
+/// Words of shared memory for the sums that others send to a block.
+pub const fn parts_words(n: usize, split: usize) -> usize {
+    (split - 1) * owned_elements(n, split) * CONSUMERS as usize
+}
+
+/// Elements of a thread in the chunks of an owner.
+const fn owned_elements(n: usize, split: usize) -> usize {
+    (chunks(n, split) as usize).div_ceil(split) * chunk(n, split) / 2
 }
 
 /// `x`: `[m, k]` in boxes of [`STEP`] by `TOKENS / ACROSS`; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
@@ -254,6 +264,7 @@ pub unsafe fn scaled<
     let xs = carver.take_aligned::<u8>(STAGES * TOKENS * LINE as usize, 1024);
     let ws = carver.take_aligned::<u8>(STAGES * N * LINE as usize, 1024);
     let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
+    let parts = carver.take::<u32>(const { parts_words(N, SPLIT as usize) });
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS + 1 });
     // Counts sums that come from other blocks.
     let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
@@ -347,10 +358,6 @@ pub unsafe fn scaled<
             }
         }
         warp::sync_warp(!0);
-        if SPLIT > 1 {
-            cluster::arrive_relaxed();
-            cluster::wait();
-        }
     } else {
         if SPLIT == 1 {
             wgmma::increase_registers::<240>();
@@ -438,10 +445,7 @@ pub unsafe fn scaled<
                     );
                 }
             } else {
-                // All blocks are done with their rings, whose place the parts of the sums take.
-                cluster::arrive_relaxed();
-                cluster::wait();
-                let exchange = Exchange::<N, SPLIT>::new(split, sharing, place);
+                let exchange = Exchange::<N, SPLIT>::new(parts, split, sharing, place);
                 exchange.send(partial[0].as_ref(), came);
                 // Nobody writes to this block after that, which therefore may end.
                 mbarrier::wait_parity(came, 0);
@@ -728,6 +732,8 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 /// The parts of a tile's sums on their way between the blocks of a cluster.
 #[derive(Clone, Copy)]
 pub(super) struct Exchange<const N: usize, const SPLIT: u32> {
+    /// What the others send to this block, in the same place of all.
+    parts: Shared<u32>,
     /// This block's part.
     rank: u32,
     /// Blocks with the same part, and this one's number among them.
@@ -738,12 +744,11 @@ pub(super) struct Exchange<const N: usize, const SPLIT: u32> {
 }
 
 impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
-    /// Elements of a thread in the chunks of an owner.
-    const OWNED: usize = chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2;
+    const OWNED: usize = owned_elements(N, SPLIT as usize);
 
     #[inline(always)]
-    pub(super) fn new(rank: u32, sharing: u32, place: u32) -> Self {
-        Self { rank, sharing, place, mine: thread::thread_idx_x() - 128 }
+    pub(super) fn new(parts: Shared<u32>, rank: u32, sharing: u32, place: u32) -> Self {
+        Self { parts, rank, sharing, place, mine: thread::thread_idx_x() - 128 }
     }
 
     /// Where element `e` of the owner's, from block `from`, is in the owner's shared memory.
@@ -764,11 +769,10 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     /// `MEMBAR.ALL.GPU`.)
     #[inline(always)]
     pub(super) unsafe fn send<S: Sum>(self, sums: &[S], came: u32) {
-        let parts = Carver::new().take::<u32>(1);
         for owner in 0..SPLIT {
             if owner != self.rank {
                 let there = |address| cluster::map(address, owner * self.sharing + self.place);
-                let (to, came) = (there(parts.address(self.index(owner, self.rank, 0))), there(came));
+                let (to, came) = (there(self.parts.address(self.index(owner, self.rank, 0))), there(came));
                 for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 }
                 {
                     let i = owner as usize * Self::OWNED + e;
@@ -783,7 +787,6 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     /// The sums that this block owns, all parts added in their order.
     #[inline(always)]
     pub(super) unsafe fn sum<S: Sum>(self, sums: &[S]) -> [f32; 128] {
-        let parts = Carver::new().take::<u32>(const { (SPLIT as usize - 1) * Self::OWNED * CONSUMERS as usize });
         let mut own = [0f32; 128];
         for owner in 0..SPLIT {
             if owner == self.rank {
@@ -796,7 +799,7 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
                             let value = if from == owner {
                                 sums[i]
                             } else {
-                                S::from_bits(parts.get(self.index(owner, from, e)))
+                                S::from_bits(self.parts.get(self.index(owner, from, e)))
                             };
                             total = if from == 0 { value } else { total.plus(value) };
                         }
@@ -830,16 +833,30 @@ entries! {
     linear_wgmma_turns_n144_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 1, 5, 1, 1, 1>;
     linear_wgmma_t256_n144_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 256, 144, 2, 4, 1, 1, 1>;
     linear_wgmma_t256_n144_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 256, 144, 2, 4, 1, 1, 1>;
-    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 5, 1, 1, 2>;
-    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 5, 1, 1, 2>;
+    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 4, 1, 1, 2>;
+    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 4, 1, 1, 2>;
     linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 1>;
     linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 1>;
     linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 4, 1>;
     linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 4, 1>;
-    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 2>;
-    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 2>;
+    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 5, 1, 1, 2>;
+    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 5, 1, 1, 2>;
     linear_wgmma_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 1>;
     linear_wgmma_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 1>;
+    linear_wgmma_n96_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 2>;
+    linear_wgmma_n96_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 2>;
+    linear_wgmma_n144_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 2, 5, 1, 1, 2>;
+    linear_wgmma_n144_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 2, 5, 1, 1, 2>;
+    linear_wgmma_n160_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 128, 160, 2, 4, 1, 1, 2>;
+    linear_wgmma_n160_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 128, 160, 2, 4, 1, 1, 2>;
+    linear_wgmma_n96_split3_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 3>;
+    linear_wgmma_n96_split3_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 3>;
+    linear_wgmma_n128_split3_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 5, 1, 1, 3>;
+    linear_wgmma_n128_split3_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 5, 1, 1, 3>;
+    linear_wgmma_n144_split3_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 2, 5, 1, 1, 3>;
+    linear_wgmma_n144_split3_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 2, 5, 1, 1, 3>;
+    linear_wgmma_n96_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 4>;
+    linear_wgmma_n96_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 4>;
     linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 1>;
     linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 1>;
     linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 2>;
