@@ -217,13 +217,16 @@ impl WgmmaTile {
         /// Bytes of a nanosecond from memory.
         const MEMORY: f64 = 4400.0;
         /// From memory to one multiprocessor, and where its stages are few and large.
-        const STREAM: f64 = 40.0;
+        const STREAM: f64 = 37.0;
         const WIDE: f64 = 35.0;
         /// How many times as long steps take where rows of `x` and `w` are multiples of 16 KiB: what blocks read at the same time then meets in few
         /// places of the memory. (Rows that are 128 bytes longer take as long as others.)
         const ALIASED: f64 = 1.05;
-        /// Bytes of a nanosecond from the L2 cache, where there is so much to do that power is the limit.
+        /// Bytes of a nanosecond from the L2 cache, where there is so much to do that power is the limit, or memory.
         const CACHE: f64 = 150_000.0;
+        /// A launch for one tile of tokens, which waits for weights, and what parts of K in several rounds add.
+        const LAUNCH: f64 = 4000.0;
+        const EXCHANGE: f64 = 1000.0;
         let shape = self.shape();
         let times = shape.times();
         let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
@@ -232,11 +235,11 @@ impl WgmmaTile {
         let blocks = (tiles.min(at_once) * shape.blocks()) as f64;
         let aliased = k > 0 && k.is_multiple_of(8192) && shape.split < 3;
         let step = (times.step + times.block * blocks) * if aliased { ALIASED } else { 1.0 };
-        let products = rounds * steps * step;
+        let products = rounds * steps * step + (rounds - 1.0) * times.round;
         let tokens = kernel::ROWS as u32 * shape.waves;
         let lines = tokens as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
         let loaded = tiles as f64 * shape.blocks() as f64 * steps * lines * 128.0;
-        let power = if rounds < 3.0 { 0.0 } else { loaded / CACHE };
+        let cache = loaded / CACHE;
         let (m, n, k) = (m as f64, n as f64, k as f64);
         // Multiprocessors that a cluster's size leaves idle all the time.
         let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
@@ -245,7 +248,10 @@ impl WgmmaTile {
         let alone = shape.down == 1 && m <= kernel::ROWS as f64;
         let stream = if shape.n > 224 { WIDE } else { STREAM };
         let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / stream) } else { memory };
-        products.max(memory) + times.launch + (rounds - 1.0) * times.round + power
+        if m <= kernel::ROWS as f64 && (shape.split == 1 || rounds > 1.0) {
+            return products.max(memory) + cache + LAUNCH + if shape.split > 1 { EXCHANGE } else { 0.0 };
+        }
+        products.max(memory) + times.launch + if rounds < 3.0 { 0.0 } else { cache }
     }
 }
 
