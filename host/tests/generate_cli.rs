@@ -100,6 +100,7 @@ fn json_of_one_and_of_several() {
         assert_eq!(one["prompt_ids"][0], 0);
         assert_eq!(one["ids"].as_array().unwrap().len(), 9);
         assert!(one["text"].is_string());
+        assert_eq!(one["finish"], "length");
         let top = &one["last_logits_top32"];
         let values: Vec<f64> = top["values"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
         assert_eq!((top["ids"].as_array().unwrap().len(), values.len()), (32, 32));
@@ -115,6 +116,18 @@ fn json_of_one_and_of_several() {
         batch.as_array().unwrap().iter().map(ids).collect::<Vec<_>>(),
         alone.iter().map(ids).collect::<Vec<_>>()
     );
+}
+
+/// A cache of two blocks holds 32 tokens.
+#[test]
+fn a_full_cache_is_said() {
+    let options = ["--prompt", "fn main() {", "--greedy", "--ignore-eos", "--tokens", "60", "--blocks", "2", "--json"];
+    let out = run(&options);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let one: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    let len = |what: &str| one[what].as_array().unwrap().len();
+    assert_eq!((len("prompt_ids") + len("ids"), &one["finish"]), (32, &"cache".into()));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("--blocks"));
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub struct Arguments {
     /// Type of weights and activations
     #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
     pub dtype: Dtype,
-    /// Print one JSON object instead, or a list of them with --batch: prompt_ids, ids, text, last_logits_top32
+    /// Print one JSON object instead, or a list of them with --batch: prompt_ids, ids, text, last_logits_top32, and what ended it (finish)
     #[arg(long)]
     pub json: bool,
     /// Say where the time went, on standard error

@@ -1,7 +1,7 @@
 //! What is shown: text as it comes, a progress display on a terminal, JSON at the end.
 
 use super::arguments::Arguments;
-use super::runtime::engine::Event;
+use super::runtime::engine::{Event, Finish};
 use super::runtime::problem::{Problem, Result};
 use super::runtime::text::{Streamed, Text};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -25,6 +25,7 @@ struct Object<'a> {
     ids: &'a [u32],
     text: String,
     last_logits_top32: TopLogits,
+    finish: Option<Finish>,
 }
 
 /// Receives what the engine does.
@@ -32,6 +33,7 @@ pub struct Output<'a> {
     text: &'a Text,
     prompts: &'a [Vec<u32>],
     ids: Vec<Vec<u32>>,
+    finish: Vec<Option<Finish>>,
     json: bool,
     batch: bool,
     /// The text of a single prompt.
@@ -57,7 +59,8 @@ impl<'a> Output<'a> {
         bar.set_message(if batch { format!("0/{} prompts", prompts.len()) } else { "loading".into() });
         bar.enable_steady_tick(std::time::Duration::from_millis(100));
         let ids = vec![vec![]; prompts.len()];
-        Self { text, prompts, ids, json, batch, streamed: Streamed::default(), bar, done: 0 }
+        let finish = vec![None; prompts.len()];
+        Self { text, prompts, ids, finish, json, batch, streamed: Streamed::default(), bar, done: 0 }
     }
 
     /// Takes the events of a step.
@@ -77,7 +80,8 @@ impl<'a> Output<'a> {
                     }
                 }
                 Event::Prefilled(_) => {}
-                Event::Finished(..) => {
+                Event::Finished(id, finish) => {
+                    self.finish[id] = Some(finish);
                     self.done += 1;
                     if self.batch {
                         self.bar.set_message(format!("{}/{} prompts", self.done, self.prompts.len()));
@@ -105,11 +109,25 @@ impl<'a> Output<'a> {
         self.ids.iter().map(Vec::len).sum()
     }
 
-    /// Writes what is left to write; `logits` are those of the prompts' last positions.
+    /// Writes what is left to write, and on standard error which texts had no room; `logits` are those of the prompts' last positions.
     ///
     /// # Errors
     /// If standard output is closed.
     pub fn finish(&mut self, logits: &[Vec<f32>]) -> Result<()> {
+        self.write(logits)?;
+        let full = |why| self.finish.iter().filter(|f| **f == Some(why)).count();
+        for (n, what) in [
+            (full(Finish::Cache), "the cache is full: --blocks makes it larger"),
+            (full(Finish::Context), "the model's context is full"),
+        ] {
+            if n > 0 {
+                eprintln!("note: {n} of {} texts end early, since {what}", self.prompts.len());
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, logits: &[Vec<f32>]) -> Result<()> {
         self.bar.finish_and_clear();
         let mut out = std::io::stdout().lock();
         if self.json {
@@ -118,6 +136,7 @@ impl<'a> Output<'a> {
                 ids: &self.ids[i],
                 text: self.text.decode(&self.ids[i]),
                 last_logits_top32: top(&logits[i]),
+                finish: self.finish[i],
             };
             let objects: Vec<Object<'_>> = (0..self.prompts.len()).map(object).collect();
             let json = if self.batch { serde_json::to_string(&objects) } else { serde_json::to_string(&objects[0]) };

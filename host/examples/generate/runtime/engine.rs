@@ -14,6 +14,7 @@
 
 use super::executor::{Chunk, Executor, IN_FLIGHT, Row};
 use super::problem::{Result, input};
+use serde::Serialize;
 use std::collections::VecDeque;
 use warploom::kv_cache::{AllocatorError, BlockAllocator, Sequence};
 
@@ -32,14 +33,17 @@ pub struct Request {
 }
 
 /// Why a sequence ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Finish {
-    /// It has as many tokens as were asked for, or as all blocks of the cache hold.
+    /// It has as many tokens as were asked for.
     Length,
     /// It came to its end.
     Eos,
     /// It fills the context.
     Context,
+    /// It fills all blocks of the cache.
+    Cache,
     /// It was cancelled.
     Cancelled,
 }
@@ -60,8 +64,9 @@ struct Running {
     id: Id,
     /// Prompt and what was generated.
     tokens: Vec<u32>,
-    /// Length at which it is done.
+    /// Length at which it is done, and why it is then.
     end: usize,
+    full: Finish,
     eos: Option<u32>,
 }
 
@@ -139,8 +144,13 @@ impl<E: Executor> Engine<E> {
         }
         let id = self.next;
         self.next += 1;
-        let end = room.min(prompt.saturating_add(request.tokens));
-        self.waiting.push_back(Running { id, tokens: request.prompt, end, eos: request.eos });
+        let wanted = prompt.saturating_add(request.tokens);
+        let full = match room {
+            _ if wanted <= room => Finish::Length,
+            _ if room < sizes.max_len => Finish::Cache,
+            _ => Finish::Context,
+        };
+        self.waiting.push_back(Running { id, tokens: request.prompt, end: room.min(wanted), full, eos: request.eos });
         Ok(id)
     }
 
@@ -286,7 +296,6 @@ impl<E: Executor> Engine<E> {
 
     /// Gives a sequence a token; why it is done now, if it is.
     fn take(&mut self, i: usize, token: u32, events: &mut Vec<Event>) -> Option<Finish> {
-        let max_len = self.executor.sizes().max_len;
         let r = &mut self.running[i].request;
         // No tokens at all were asked for.
         if r.tokens.len() >= r.end {
@@ -294,15 +303,7 @@ impl<E: Executor> Engine<E> {
         }
         r.tokens.push(token);
         events.push(Event::Token(r.id, token));
-        if r.eos == Some(token) {
-            Some(Finish::Eos)
-        } else if r.tokens.len() < r.end {
-            None
-        } else if r.end == max_len {
-            Some(Finish::Context)
-        } else {
-            Some(Finish::Length)
-        }
+        if r.eos == Some(token) { Some(Finish::Eos) } else { (r.tokens.len() >= r.end).then_some(r.full) }
     }
 
     /// Submits a decode step if anybody can use one, and reads those that are due.
