@@ -6,15 +6,18 @@
 //! A family's file takes a driver seconds to compile, since it has an entry for every instance of its kernels; [`entry`]
 //! gives the text of one alone. [`Device`](crate::Device) compiles entries one by one, at their first launch.
 //!
-//! The crate holds the files packed (Zstandard), a fourteenth of their size. The first use of a family unpacks its file, the text of which then stays
-//! in memory to the end of the process: 11 to 41 MB for `attention`, `gemm`, `moe` and `norm` of `sm_90a`, up to 6 MB for the others, some 5 ms a megabyte (four to six times as
-//! long where the decoder is not optimised; 20 MB more while it runs). Families that a program does not use stay packed.
+//! The crate holds the files packed, a 36th of their size: numbers of registers as differences, then Zstandard. The first use of a family unpacks its file, which then stays
+//! in memory to the end of the process with its numbers folded: 11 to 39 MB for `attention`, `gemm`, `moe` and `norm` of `sm_90a`, up to 14 MB for the others, some 2 ms a megabyte (seven times as
+//! long where the decoder is not optimised). [`entry`] unfolds one kernel's, mostly 0.2 MB or less, 12 ms a megabyte (170 unoptimised); [`module`] all of a family, which stays in memory beside it.
+//! Families that a program does not use stay packed.
 
 mod e4m3;
+mod folded;
 
 pub use e4m3::with_e4m3;
 
 use cuda_std::Arch;
+use folded::unfold;
 use ruzstd::decoding::StreamingDecoder;
 use std::io::Read as _;
 use std::sync::OnceLock;
@@ -22,17 +25,22 @@ use std::sync::OnceLock;
 /// A family's file for one architecture.
 struct File {
     packed: &'static [u8],
+    folded: OnceLock<Option<String>>,
     text: OnceLock<Option<String>>,
 }
 
 impl File {
     const fn new(packed: &'static [u8]) -> Self {
-        Self { packed, text: OnceLock::new() }
+        Self { packed, folded: OnceLock::new(), text: OnceLock::new() }
     }
 
-    /// The text, unpacked at the first call.
+    /// The folded text, unpacked at the first call.
+    fn folded(&self) -> Option<&str> {
+        self.folded.get_or_init(|| unpack(self.packed)).as_deref()
+    }
+
     fn text(&self) -> Option<&str> {
-        self.text.get_or_init(|| unpack(self.packed)).as_deref()
+        self.text.get_or_init(|| self.folded().map(unfold)).as_deref()
     }
 }
 
@@ -49,22 +57,16 @@ macro_rules! families {
         /// Every kernel family.
         pub const FAMILIES: &[&str] = &[$($family),*];
 
-        /// The PTX of a family, or `None` if there is no such family. The first call for a family unpacks it.
-        ///
-        /// ```
-        /// assert!(warploom::ptx::module(warploom::Arch::Sm80, "norm").is_some());
-        /// assert!(warploom::ptx::module(warploom::Arch::Sm80, "nonsense").is_none());
-        /// ```
-        pub fn module(arch: Arch, family: &str) -> Option<&'static str> {
+        fn file(arch: Arch, family: &str) -> Option<&'static File> {
             match (arch, family) {
                 $(
                     (Arch::Sm80, $family) => {
-                        static FILE: File = File::new(include_bytes!(concat!("../ptx/sm_80/", $family, ".ptx.zst")));
-                        FILE.text()
+                        static FILE: File = File::new(include_bytes!(concat!("../ptx/sm_80/", $family, ".folded.zst")));
+                        Some(&FILE)
                     }
                     (Arch::Sm90a, $family) => {
-                        static FILE: File = File::new(include_bytes!(concat!("../ptx/sm_90a/", $family, ".ptx.zst")));
-                        FILE.text()
+                        static FILE: File = File::new(include_bytes!(concat!("../ptx/sm_90a/", $family, ".folded.zst")));
+                        Some(&FILE)
                     }
                 )*
                 _ => None,
@@ -73,6 +75,16 @@ macro_rules! families {
     };
 }
 families!("activation", "attention", "conformance", "ep", "gemm", "kv_cache", "moe", "norm", "rope", "sampling",);
+
+/// The PTX of a family, or `None` if there is no such family. The first call for a family unpacks it.
+///
+/// ```
+/// assert!(warploom::ptx::module(warploom::Arch::Sm80, "norm").is_some());
+/// assert!(warploom::ptx::module(warploom::Arch::Sm80, "nonsense").is_none());
+/// ```
+pub fn module(arch: Arch, family: &str) -> Option<&'static str> {
+    file(arch, family)?.text()
+}
 
 /// The PTX ISA version of all files for `arch`: what a driver must know, without unpacking any.
 #[cfg(any(feature = "_driver", test))]
@@ -93,8 +105,8 @@ const ENTRY: &str = "\n.visible .entry ";
 /// assert!(names.contains(&"rms_norm_any_bf16"));
 /// ```
 pub fn entries(arch: Arch, family: &str) -> impl Iterator<Item = &'static str> {
-    let text = module(arch, family).unwrap_or_default();
-    text.split(ENTRY).skip(1).map(|entry| entry.split('(').next().unwrap_or(entry))
+    let folded = file(arch, family).and_then(File::folded).unwrap_or_default();
+    folded.split(ENTRY).skip(1).map(|entry| entry.split('(').next().unwrap_or(entry))
 }
 
 /// The PTX of one entry, complete in itself, or `None` if the family has no such entry for `arch`.
@@ -108,12 +120,12 @@ pub fn entries(arch: Arch, family: &str) -> impl Iterator<Item = &'static str> {
 /// # }
 /// ```
 pub fn entry(arch: Arch, family: &str, name: &str) -> Option<String> {
-    let text = module(arch, family)?;
-    let start = text.find(&format!("{ENTRY}{name}("))?;
-    let head = &text[..text.find(ENTRY)?];
-    let body = &text[start..];
+    let folded = file(arch, family)?.folded()?;
+    let start = folded.find(&format!("{ENTRY}{name}("))?;
+    let head = &folded[..folded.find(ENTRY)?];
+    let body = &folded[start..];
     let end = body[ENTRY.len()..].find(ENTRY).map_or(body.len(), |next| ENTRY.len() + next);
-    Some([head, &body[..end], "\n"].concat())
+    Some(unfold(&[head, &body[..end], "\n"].concat()))
 }
 
 #[cfg(test)]
@@ -146,8 +158,8 @@ mod tests {
 
     #[test]
     fn what_is_no_packed_text_is_none() {
-        let packed = include_bytes!("../ptx/sm_80/norm.ptx.zst");
-        assert_eq!(unpack(packed).as_deref(), module(Arch::Sm80, "norm"));
+        let packed = include_bytes!("../ptx/sm_80/norm.folded.zst");
+        assert_eq!(unpack(packed).map(|folded| unfold(&folded)).as_deref(), module(Arch::Sm80, "norm"));
         assert_eq!(unpack(&packed[..packed.len() / 2]), None);
         assert_eq!(unpack(&packed[1..]), None);
         assert_eq!(unpack(&[]), None);

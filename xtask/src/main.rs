@@ -7,6 +7,9 @@ mod check;
 #[path = "../../host/src/ptx/e4m3.rs"]
 #[allow(unreachable_pub, reason = "it is public there")]
 mod e4m3;
+// The crate unfolds what this folds.
+#[path = "../../host/src/ptx/folded.rs"]
+mod folded;
 mod guide;
 mod mark;
 mod package;

@@ -2,6 +2,7 @@
 
 use crate::allow::AllowList;
 use crate::e4m3::with_e4m3;
+use crate::folded::{MARKS, number, rewrite, unfold};
 use crate::mark::{self, Done, machines};
 use crate::table::Table;
 use crate::{repo, sources};
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, mpsc};
 use std::time::Instant;
 
-/// Builds the kernels to host/ptx/ARCH/FAMILY.ptx.zst, checks them, and records what ptxas says in host/ptx/resources.md
+/// Builds the kernels to host/ptx/ARCH/FAMILY.folded.zst, checks them, and records what ptxas says in host/ptx/resources.md
 ///
 /// The files are packed, and stay as they are where the text in them is what the source gives. What was built is in target/ptx/built, as text.
 ///
@@ -131,18 +132,29 @@ fn committed(arch: &str, family: &str) -> PathBuf {
 }
 
 /// How the names of committed files end.
-const PACKED: &str = ".ptx.zst";
+const PACKED: &str = ".folded.zst";
 
 /// Higher ones need more memory to unpack, for a thousandth less.
 const LEVEL: i32 = 19;
 
 fn pack(text: &str) -> Result<Vec<u8>> {
-    zstd::bulk::compress(text.as_bytes(), LEVEL).context("zstd")
+    ensure!(!text.contains(MARKS), "{MARKS:?} mark folded numbers, and are in the PTX");
+    zstd::bulk::compress(fold(text).as_bytes(), LEVEL).context("zstd")
 }
 
 fn unpack(packed: &[u8]) -> Result<String> {
     let bytes = zstd::stream::decode_all(packed)?;
-    Ok(String::from_utf8(bytes)?)
+    Ok(unfold(std::str::from_utf8(&bytes)?))
+}
+
+/// With numbers as differences, as the crate unfolds them.
+fn fold(text: &str) -> String {
+    rewrite(text, |rest, last, out| {
+        let (digits, number) = number(rest)?;
+        out.push(MARKS[usize::from(number < last)]);
+        *out += &number.abs_diff(last).to_string();
+        Some((digits, number))
+    })
 }
 
 /// The text in a committed file.
@@ -751,11 +763,62 @@ mod tests {
         assert!(packed.len() < text.len() / 10);
         assert_eq!(unpack(&packed).unwrap(), text);
         assert!(unpack(&packed[1..]).is_err() && unpack(text.as_bytes()).is_err());
+        assert!(pack("add.s32 %r^1, %r~2;").is_err());
+    }
+
+    #[test]
+    fn numbers_are_folded() {
+        let text = ".visible .entry a(\n)\n\t.reg .b32 \t%r<9>;\n\tadd.s32 \t%r5, %r3, 7;\n\tadd.s32 \t%r6, %rd4, 8;\n$L2:\n\
+                    \tadd.s32 \t%r7, %r4, 9;\n\t@%p1 bra \t$L3;\n";
+        let folded = ".visible .entry a(\n)\n\t.reg .b32 \t%r<9>;\n\tadd.s32 \t%r^5, %r~2, 7;\n\tadd.s32 \t%r^1, %rd^4, 8;\n$L^2:\n\
+                      \tadd.s32 \t%r^1, %r~3, 9;\n\t@%p^1 bra \t$L^1;\n";
+        assert_eq!(fold(text), folded);
+        // Entries begin anew.
+        assert_eq!(fold(&[text, text].concat()), [folded, folded].concat());
+    }
+
+    #[test]
+    fn numbers_that_others_write_are_unfolded() {
+        for text in [
+            "%r4294967295 %r0 %r4294967295 %r4294967296 %r99999999999",
+            "%r007 %r0 %r00 %r5 %r007\n%r007 %r0 %r00 %r5",
+            "%%r1 $%p2 %_3 %é4 %by_36608 {.reg .b32 %e4m3; mov %e4m3, %a+16, %r7a}",
+            "%r1\n%r2\r\n\n%",
+        ] {
+            assert_eq!(unfold(&fold(text)), text);
+        }
+    }
+
+    /// What texts are made of, some of which is no PTX.
+    const PIECES: &[&str] = &[
+        "%r",
+        "%rd",
+        "$L",
+        "%",
+        "$",
+        "_",
+        "0",
+        "1",
+        "12",
+        "429496729",
+        "\n",
+        "\n.visible .entry k(",
+        "add ",
+        "<",
+        "é",
+    ];
+
+    proptest::proptest! {
+        #[test]
+        fn whatever_is_folded_is_unfolded(pieces in proptest::collection::vec(proptest::sample::select(PIECES), 0..60)) {
+            let text = pieces.concat();
+            proptest::prop_assert_eq!(unfold(&fold(&text)), text);
+        }
     }
 
     #[test]
     fn a_file_with_the_same_text_stays() {
-        let file = repo::target_dir().join("tmp/same-text.ptx.zst");
+        let file = repo::target_dir().join("tmp/same-text.folded.zst");
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         let other_bytes = zstd::bulk::compress(b"text", 1).unwrap();
         fs::write(&file, &other_bytes).unwrap();
