@@ -1,18 +1,19 @@
 //! How candle's storages become warploom's tensors and back.
 //!
 //! An [`Operation`] says what it computes on lent tensors, generically; [`apply`] lends the storages of candle's tensors to it for
-//! the time of the call, and new ones for the outputs. Bounds of layouts are checked by warploom, so nothing here is unsafe but the
+//! the time of the call, and new ones for the outputs; [`apply_to`] those of tensors that it writes to. Bounds of layouts are checked by warploom, so nothing here is unsafe but the
 //! allocation of outputs on a GPU.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Error, Layout, Result, Shape, Storage, Tensor as Candle, bail};
 use std::any::Any;
+use std::cell::Cell;
 use std::sync::{Mutex, OnceLock, PoisonError};
-use warploom::kv_cache::CacheElement;
+use warploom::kv_cache::{CacheElement, StoreAs};
 use warploom::{Device, Element, Float, SimtOptions, Stream, Tensor, bf16, borrow, f16};
 
 /// An element type of the kernels.
-pub(crate) trait Kernel: Float + CacheElement {}
+pub(crate) trait Kernel: Float + CacheElement + StoreAs<Self> {}
 impl Kernel for f32 {}
 impl Kernel for f16 {}
 impl Kernel for bf16 {}
@@ -21,15 +22,19 @@ impl Kernel for bf16 {}
 pub(crate) trait Operation {
     const NAME: &'static str;
 
+    /// Whether it writes every element of its new outputs, whatever the inputs are. If not, they are zeros before, as on the CPU.
+    #[cfg(feature = "cuda")]
+    const WRITES_ALL: bool = true;
+
     /// Inputs that `CustomOp`s have no argument for. They follow those that have one.
     fn extra(&self) -> Vec<&Candle> {
         vec![]
     }
 
-    /// Type and shape of each output.
+    /// Type and shape of each output that is a new tensor.
     fn outputs(&self, inputs: &[&Layout], dtype: DType) -> Result<Vec<(DType, Shape)>>;
 
-    /// Submits the work.
+    /// Submits the work. Tensors that are written to follow the new outputs.
     fn run<T: Kernel>(&self, stream: &Stream, outputs: &mut [Lent], inputs: &[Lent]) -> Result<()>;
 }
 
@@ -98,6 +103,18 @@ fn laid_out<T: Element>(flat: warploom::Result<Tensor<T>>, layout: &Layout) -> w
     flat?.as_strided(layout.dims(), layout.stride(), 0)
 }
 
+/// The parts of a storage that layouts describe.
+fn parts<T: Element>(
+    name: &'static str,
+    dtype: DType,
+    whole: warploom::Result<Tensor<T>>,
+    layouts: &[&Layout],
+) -> Result<Vec<Lent>> {
+    let whole = whole.map_err(Error::wrap)?;
+    let part = |l: &&Layout| lent(name, dtype, whole.as_strided(l.dims(), l.stride(), l.start_offset()));
+    layouts.iter().map(part).collect()
+}
+
 /// The number of an output's elements. An input may be expanded beyond any memory, and so what it says of outputs.
 fn elements(name: &'static str, dtype: DType, shape: &Shape) -> Result<usize> {
     let bytes = shape.dims().iter().try_fold(dtype.size_in_bytes(), |n, &d| n.checked_mul(d));
@@ -107,8 +124,12 @@ fn elements(name: &'static str, dtype: DType, shape: &Shape) -> Result<usize> {
     }
 }
 
-/// Runs an operation on storages of the CPU.
-pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) -> Result<Vec<(CpuStorage, Shape)>> {
+/// Runs an operation on storages of the CPU, some of which, `into`, it writes to where layouts say.
+fn on_cpu<O: Operation>(
+    op: &O,
+    into: Vec<(&mut CpuStorage, Vec<&Layout>)>,
+    inputs: &[(&CpuStorage, &Layout)],
+) -> Result<Vec<(CpuStorage, Shape)>> {
     use candle_core::backend::BackendStorage as _;
 
     fn view<'env, T: Element>(
@@ -166,32 +187,45 @@ pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) ->
         fn lend_output<'env>(
             name: &'static str,
             scope: &borrow::Scope<'env>,
-            (storage, shape): &'env mut (CpuStorage, Shape),
-        ) -> Result<Lent> {
-            let (dtype, shape) = (storage.dtype(), shape.dims());
+            storage: &'env mut CpuStorage,
+            layouts: &[&Layout],
+        ) -> Result<Vec<Lent>> {
+            let dtype = storage.dtype();
+            fn whole<'env, T: Element>(scope: &borrow::Scope<'env>, v: &'env mut [T]) -> warploom::Result<Tensor<T>> {
+                let len = v.len();
+                scope.slice_mut(v, &[len])
+            }
             match storage {
-                CpuStorage::U32(v) => lent(name, dtype, scope.slice_mut(v, shape)),
-                CpuStorage::F32(v) => lent(name, dtype, scope.slice_mut(v, shape)),
-                CpuStorage::F16(v) => lent(name, dtype, scope.slice_mut(v, shape)),
-                CpuStorage::BF16(v) => lent(name, dtype, scope.slice_mut(v, shape)),
+                CpuStorage::U32(v) => parts(name, dtype, whole(scope, v), layouts),
+                CpuStorage::F32(v) => parts(name, dtype, whole(scope, v), layouts),
+                CpuStorage::F16(v) => parts(name, dtype, whole(scope, v), layouts),
+                CpuStorage::BF16(v) => parts(name, dtype, whole(scope, v), layouts),
                 _ => bail!("{name}: {dtype:?} is not supported"),
             }
         }
-        let mut lent = outputs.iter_mut().map(|o| lend_output(O::NAME, scope, o)).collect::<Result<Vec<_>>>()?;
+        let mut lent = vec![];
+        for (storage, shape) in &mut outputs {
+            lent.extend(lend_output(O::NAME, scope, storage, &[&Layout::contiguous(shape.clone())])?);
+        }
+        for (storage, layouts) in into {
+            lent.extend(lend_output(O::NAME, scope, storage, &layouts)?);
+        }
         dispatch(op, dtype, &stream, &mut lent, &inputs)
     })?;
     Ok(outputs)
 }
 
-/// Runs an operation on storages of a GPU.
+/// [`on_cpu`] for storages of a GPU.
 #[cfg(feature = "cuda")]
-pub(crate) fn on_cuda<O: Operation>(
+fn on_cuda<O: Operation>(
     op: &O,
+    into: Vec<(&mut candle_core::CudaStorage, Vec<&Layout>)>,
     inputs: &[(&candle_core::CudaStorage, &Layout)],
 ) -> Result<Vec<(candle_core::CudaStorage, Shape)>> {
-    use candle_core::CudaStorage;
     use candle_core::backend::BackendStorage as _;
-    use candle_core::cuda_backend::{CudaStorageSlice, cudarc::driver::CudaSlice};
+    use candle_core::cuda_backend::CudaStorageSlice;
+    use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr, ValidAsZeroBits};
+    use candle_core::{CudaDevice, CudaStorage};
     use warploom::cudarc::Scope;
 
     fn view<'env, T: Element>(
@@ -210,15 +244,20 @@ pub(crate) fn on_cuda<O: Operation>(
     let mut outputs = vec![];
     for (dtype, shape) in op.outputs(&layouts, dtype)? {
         let n = elements(O::NAME, dtype, &shape)?;
-        // SAFETY: any bytes are elements, and the operations write all of them.
-        let slice = unsafe {
-            match dtype {
-                DType::U32 => CudaStorageSlice::U32(device.alloc(n)?),
-                DType::F32 => CudaStorageSlice::F32(device.alloc(n)?),
-                DType::F16 => CudaStorageSlice::F16(device.alloc(n)?),
-                DType::BF16 => CudaStorageSlice::BF16(device.alloc(n)?),
-                other => bail!("{}: {other:?} is not supported", O::NAME),
+        fn room<O: Operation, T: DeviceRepr + ValidAsZeroBits>(device: &CudaDevice, n: usize) -> Result<CudaSlice<T>> {
+            if O::WRITES_ALL {
+                // SAFETY: any bytes are elements, and the operation writes all of them.
+                unsafe { device.alloc(n) }
+            } else {
+                device.alloc_zeros(n)
             }
+        }
+        let slice = match dtype {
+            DType::U32 => CudaStorageSlice::U32(room::<O, _>(&device, n)?),
+            DType::F32 => CudaStorageSlice::F32(room::<O, _>(&device, n)?),
+            DType::F16 => CudaStorageSlice::F16(room::<O, _>(&device, n)?),
+            DType::BF16 => CudaStorageSlice::BF16(room::<O, _>(&device, n)?),
+            other => bail!("{}: {other:?} is not supported", O::NAME),
         };
         outputs.push((CudaStorage { slice, device: device.clone() }, shape));
     }
@@ -245,18 +284,29 @@ pub(crate) fn on_cuda<O: Operation>(
         fn lend_output<'env>(
             name: &'static str,
             scope: &Scope<'env>,
-            (storage, shape): &'env mut (CudaStorage, Shape),
-        ) -> Result<Lent> {
-            let (dtype, shape) = (storage.dtype(), shape.dims());
+            storage: &'env mut CudaStorage,
+            layouts: &[&Layout],
+        ) -> Result<Vec<Lent>> {
+            let dtype = storage.dtype();
+            fn whole<'env, T: Element>(scope: &Scope<'env>, v: &'env mut CudaSlice<T>) -> warploom::Result<Tensor<T>> {
+                let len = v.len();
+                scope.view_mut(v.as_view_mut(), &[len])
+            }
             match &mut storage.slice {
-                CudaStorageSlice::U32(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                CudaStorageSlice::F32(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                CudaStorageSlice::F16(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                CudaStorageSlice::BF16(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
+                CudaStorageSlice::U32(v) => parts(name, dtype, whole(scope, v), layouts),
+                CudaStorageSlice::F32(v) => parts(name, dtype, whole(scope, v), layouts),
+                CudaStorageSlice::F16(v) => parts(name, dtype, whole(scope, v), layouts),
+                CudaStorageSlice::BF16(v) => parts(name, dtype, whole(scope, v), layouts),
                 _ => bail!("{name}: {dtype:?} is not supported"),
             }
         }
-        let mut lent = outputs.iter_mut().map(|o| lend_output(O::NAME, scope, o)).collect::<Result<Vec<_>>>()?;
+        let mut lent = vec![];
+        for (storage, shape) in &mut outputs {
+            lent.extend(lend_output(O::NAME, scope, storage, &[&Layout::contiguous(shape.clone())])?);
+        }
+        for (storage, layouts) in into {
+            lent.extend(lend_output(O::NAME, scope, storage, &layouts)?);
+        }
         dispatch(op, dtype, &stream, &mut lent, &inputs)
     })?;
     Ok(outputs)
@@ -269,17 +319,102 @@ pub(crate) fn apply<O: Operation>(op: &O, inputs: &[&Candle]) -> Result<Vec<Cand
     match held.first().map(|(storage, _)| &**storage) {
         Some(Storage::Cpu(_)) => {
             let inputs = cpu_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
-            let outputs = on_cpu(op, &inputs)?;
+            let outputs = on_cpu(op, vec![], &inputs)?;
             Ok(outputs.into_iter().map(|(s, shape)| finished(Storage::Cpu(s), shape)).collect())
         }
         #[cfg(feature = "cuda")]
         Some(Storage::Cuda(_)) => {
             let inputs = cuda_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
-            let outputs = on_cuda(op, &inputs)?;
+            let outputs = on_cuda(op, vec![], &inputs)?;
             Ok(outputs.into_iter().map(|(s, shape)| finished(Storage::Cuda(s), shape)).collect())
         }
         _ => bail!("{}: {}", O::NAME, UNSUPPORTED),
     }
+}
+
+/// A storage that is written to.
+enum Written<'a> {
+    Cpu(&'a mut CpuStorage),
+    #[cfg(feature = "cuda")]
+    Cuda(&'a mut candle_core::CudaStorage),
+}
+
+/// Calls a function with the storage of a tensor, which is locked meanwhile.
+struct Write<F>(&'static str, Cell<Option<F>>);
+
+impl<F: FnOnce(Written<'_>) -> Result<()>> Write<F> {
+    fn to(tensor: &Candle, name: &'static str, f: F) -> Result<()> {
+        tensor.inplace_op1(&Self(name, Cell::new(Some(f))))
+    }
+
+    fn call(&self, storage: Written<'_>) -> Result<()> {
+        self.1.take().map_or(Ok(()), |f| f(storage))
+    }
+}
+
+impl<F: FnOnce(Written<'_>) -> Result<()>> candle_core::InplaceOp1 for Write<F> {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        self.call(Written::Cpu(storage))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, _: &Layout) -> Result<()> {
+        self.call(Written::Cuda(storage))
+    }
+}
+
+/// Which storage a tensor is of.
+fn storage_of(tensor: &Candle) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
+}
+
+/// Runs an operation that writes into two tensors, which may be parts of one, and that are no inputs.
+pub(crate) fn apply_to<O: Operation>(op: &O, into: [&Candle; 2], inputs: &[&Candle]) -> Result<()> {
+    let [a, b] = into.map(storage_of);
+    if inputs.iter().chain(&op.extra()).any(|t| [a, b].contains(&storage_of(t))) {
+        bail!("{}: a tensor that is written to must not share its storage with one that is read", O::NAME);
+    }
+    let held: Vec<_> = inputs.iter().copied().chain(op.extra()).map(|t| t.storage_and_layout()).collect();
+    let inputs = || held.iter().map(|(s, l)| (&**s, *l));
+    let run = |into: Vec<(Written<'_>, Vec<&Layout>)>| {
+        let mut cpu = vec![];
+        #[cfg(feature = "cuda")]
+        let mut cuda = vec![];
+        let n = into.len();
+        for (storage, layouts) in into {
+            match storage {
+                Written::Cpu(storage) => cpu.push((storage, layouts)),
+                #[cfg(feature = "cuda")]
+                Written::Cuda(storage) => cuda.push((storage, layouts)),
+            }
+        }
+        #[cfg(feature = "cuda")]
+        if cuda.len() == n {
+            return on_cuda(op, cuda, &cuda_storages::<O>(inputs())?).map(drop);
+        }
+        if cpu.len() < n {
+            bail!("{}: {}", O::NAME, UNSUPPORTED);
+        }
+        on_cpu(op, cpu, &cpu_storages::<O>(inputs())?).map(drop)
+    };
+    let [first, second] = into;
+    let layouts = into.map(Candle::layout);
+    if a == b {
+        return Write::to(first, O::NAME, |storage| run(vec![(storage, layouts.to_vec())]));
+    }
+    // In one order, so that two calls do not wait for each other.
+    let swapped = a > b;
+    let (outer, inner) = if swapped { (second, first) } else { (first, second) };
+    Write::to(outer, O::NAME, |outer| {
+        Write::to(inner, O::NAME, |inner| {
+            let (first, second) = if swapped { (inner, outer) } else { (outer, inner) };
+            run(vec![(first, vec![layouts[0]]), (second, vec![layouts[1]])])
+        })
+    })
 }
 
 /// The single output of [`apply`].
@@ -319,7 +454,7 @@ pub(crate) fn custom_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]
     let held: Vec<_> = op.extra().into_iter().map(|t| t.storage_and_layout()).collect();
     let extra = cpu_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
     let inputs: Vec<_> = inputs.iter().copied().chain(extra).collect();
-    on_cpu(op, &inputs)?.pop().ok_or_else(|| Error::Msg(format!("{}: no output", O::NAME)))
+    on_cpu(op, vec![], &inputs)?.pop().ok_or_else(|| Error::Msg(format!("{}: no output", O::NAME)))
 }
 
 /// [`on_cuda`] for a `CustomOp`.
@@ -331,7 +466,7 @@ pub(crate) fn custom_cuda<O: Operation>(
     let held: Vec<_> = op.extra().into_iter().map(|t| t.storage_and_layout()).collect();
     let extra = cuda_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
     let inputs: Vec<_> = inputs.iter().copied().chain(extra).collect();
-    on_cuda(op, &inputs)?.pop().ok_or_else(|| Error::Msg(format!("{}: no output", O::NAME)))
+    on_cuda(op, vec![], &inputs)?.pop().ok_or_else(|| Error::Msg(format!("{}: no output", O::NAME)))
 }
 
 /// Implements one of candle's `CustomOp` traits by an [`Operation`] of one output.

@@ -4,7 +4,8 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use warploom_candle::{
-    CacheLayout, FusedAddRmsNorm, FusedMoe, Gate, PagedDecode, Pairing, RmsNorm, Rotary, Sampler, Scoring, SiluAndMul,
+    CacheLayout, Epilogue, FusedAddRmsNorm, FusedMoe, Gate, Linear, PagedDecode, PagedPrefill, Pairing,
+    ReshapeAndCache, RmsNorm, Rotary, Sampler, Scoring, SiluAndMul,
 };
 
 const CPU: &Device = &Device::Cpu;
@@ -234,6 +235,143 @@ impl Exact for Tensor {
 }
 
 #[test]
+fn linear() -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let (x, w) = (noise(&[2, 3, 40], 1).to_dtype(dtype)?, noise(&[24, 40], 2).to_dtype(dtype)?);
+        let bias = noise(&[24], 3).to_dtype(dtype)?;
+        let wide = |t: &Tensor| t.to_dtype(DType::F32);
+        let product = wide(&x)?.broadcast_matmul(&wide(&w)?.t()?)?;
+        let (lent, weights) = (on(&x)?, on(&w)?);
+        assert_close(&Linear::new().forward(&lent, &weights)?, &product);
+        let op = Linear::new().bias(&on(&bias)?).epilogue(Epilogue::Silu);
+        let want = product.broadcast_add(&wide(&bias)?)?.silu()?;
+        assert_close(&op.forward(&lent, &weights)?, &want);
+        assert_close(&lent.apply_op2_no_bwd(&weights, &op)?, &want);
+        // Columns of a fused tensor and rows of weights.
+        let part = Linear::new().forward(&lent.narrow(2, 8, 32)?, &weights.narrow(0, 4, 8)?.narrow(1, 8, 32)?)?;
+        let of = |t: &Tensor, dim| wide(&t.narrow(dim, 8, 32)?);
+        assert_close(&part, &of(&x, 2)?.broadcast_matmul(&of(&w.narrow(0, 4, 8)?, 1)?.t()?)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn reshape_and_cache() -> Result<()> {
+    let (blocks, block, heads, dim) = (3, 4, 2, 16);
+    let slots = [5i64, -1, 0, 11, 6];
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let rows = |seed| noise(&[slots.len(), heads, dim], seed).to_dtype(dtype);
+        let (key, value) = (rows(1)?, rows(2)?);
+        // Both caches in one tensor, as vLLM has them.
+        let old = noise(&[2, blocks, block, heads, dim], 3).to_dtype(dtype)?;
+        let mut want = old.flatten(1, 2)?.to_dtype(DType::F32)?;
+        for (half, rows) in [&key, &value].into_iter().enumerate() {
+            for (t, &slot) in slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
+                let row = rows.to_dtype(DType::F32)?.narrow(0, t, 1)?.unsqueeze(0)?;
+                let at = slot as usize;
+                want = want.slice_assign(&[half..half + 1, at..at + 1, 0..heads, 0..dim], &row)?;
+            }
+        }
+        let want = want.reshape(old.shape())?;
+        let (key, value) = (on(&key)?, on(&value)?);
+        let op = ReshapeAndCache::new();
+        for slots in [Tensor::new(&slots, CPU)?, Tensor::new(&slots.map(|s| s as i32), CPU)?] {
+            let slots = on(&slots)?;
+            let one = on(&old.copy()?)?;
+            op.forward(&key, &value, &one.get(0)?, &one.get(1)?, &slots)?;
+            assert_eq!(difference(&one, &want)?, 0.0);
+            let two = [on(&old.get(0)?.copy()?)?, on(&old.get(1)?.copy()?)?];
+            op.forward(&key, &value, &two[0], &two[1], &slots)?;
+            assert_eq!(difference(&Tensor::stack(&two, 0)?, &want)?, 0.0);
+            // The other layout, written by heads.
+            let hnd = on(&old.transpose(2, 3)?.contiguous()?.copy()?)?;
+            let by_heads = op.layout(CacheLayout::Hnd);
+            by_heads.forward(&key, &value, &hnd.get(0)?, &hnd.get(1)?, &slots)?;
+            assert_eq!(difference(&hnd.transpose(2, 3)?.contiguous()?, &want)?, 0.0);
+            // What is read must not be written to.
+            let own = one.get(0)?.flatten_to(1)?.narrow(0, 0, 5)?;
+            let error = op.forward(&own, &value, &one.get(0)?, &two[1], &slots).unwrap_err().to_string();
+            assert!(error.contains("must not share its storage"), "{error}");
+        }
+    }
+    Ok(())
+}
+
+/// Whichever cache comes first: neither holds one and waits for the other's.
+#[test]
+fn two_calls_write_to_the_same_caches() -> Result<()> {
+    let rows = on(&noise(&[1, 1, 16], 1))?;
+    let caches = [on(&Tensor::zeros((1, 4, 1, 16), DType::F32, CPU)?)?, on(&noise(&[1, 4, 1, 16], 2))?];
+    std::thread::scope(|threads| {
+        for thread in 0..2 {
+            let (rows, caches) = (&rows, &caches);
+            threads.spawn(move || {
+                let slot = on(&Tensor::new(&[thread as i64], CPU).unwrap()).unwrap();
+                for _ in 0..50 {
+                    let (a, b) = (&caches[thread], &caches[1 - thread]);
+                    ReshapeAndCache::new().forward(rows, rows, a, b, &slot).unwrap();
+                }
+            });
+        }
+    });
+    for cache in &caches {
+        let written = cache.flatten_to(2)?.narrow(0, 0, 2)?;
+        assert_eq!(difference(&written, &back(&rows)?.flatten_to(1)?.broadcast_as((2, 16))?)?, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn paged_prefill() -> Result<()> {
+    let (heads, kv_heads, dim, block, blocks) = (4, 2, 16, 8, 7);
+    // Chunks of 5 and 2 tokens, of sequences of 11 and 2 keys, and a token of no sequence.
+    let (starts, lengths) = ([0u32, 5, 7], [11usize, 2]);
+    let table = [[5u32, 2], [0, 6]];
+    for dtype in [DType::F32, DType::BF16] {
+        let query = noise(&[8, heads, dim], 1).to_dtype(dtype)?;
+        let key = noise(&[blocks, block, kv_heads, dim], 2).to_dtype(dtype)?;
+        let value = noise(&[blocks, block, kv_heads, dim], 3).to_dtype(dtype)?;
+        let mut want = vec![];
+        for (sequence, &n) in lengths.iter().enumerate() {
+            let pages = Tensor::new(&table[sequence], CPU)?;
+            let gather = |cache: &Tensor| -> Result<Tensor> {
+                let keys = cache.to_dtype(DType::F32)?.index_select(&pages, 0)?.flatten_to(1)?;
+                keys.unsqueeze(2)?.expand((2 * block, kv_heads, heads / kv_heads, dim))?.reshape((
+                    2 * block,
+                    heads,
+                    dim,
+                ))
+            };
+            let (key, value) = (gather(&key)?.transpose(0, 1)?, gather(&value)?.transpose(0, 1)?);
+            let chunk = starts[sequence] as usize..starts[sequence + 1] as usize;
+            for token in chunk.clone() {
+                let seen = n - (chunk.end - 1 - token);
+                let q = query.get(token)?.to_dtype(DType::F32)?.unsqueeze(1)?;
+                let keys = key.narrow(1, 0, seen)?.contiguous()?;
+                let scores = (q.matmul(&keys.t()?.contiguous()?)? * (dim as f64).powf(-0.5))?;
+                want.push(softmax(&scores)?.matmul(&value.narrow(1, 0, seen)?.contiguous()?)?.squeeze(1)?);
+            }
+        }
+        want.push(Tensor::zeros((heads, dim), DType::F32, CPU)?);
+        let want = Tensor::stack(&want, 0)?;
+        let ints = |n: &[u32]| on(&Tensor::new(n, CPU)?);
+        let (table, starts) = (on(&Tensor::new(&table, CPU)?)?, ints(&starts)?);
+        let lens = ints(&lengths.map(|n| n as u32))?;
+        let op = PagedPrefill::new(&table, &starts, &lens);
+        let (q, k, v) = (on(&query)?, on(&key)?, on(&value)?);
+        let out = op.forward(&q, &k, &v)?;
+        assert_close(&out, &want);
+        assert_eq!(difference(&q.apply_op3_no_bwd(&k, &v, &op)?, &out)?, 0.0);
+        assert_close(&PagedPrefill::new(&table, &starts, &lens).splitting().forward(&q, &k, &v)?, &want);
+        // The last token of each chunk is what a decode step has.
+        let last = on(&query.index_select(&Tensor::new(&[4u32, 6], CPU)?, 0)?)?;
+        let step = PagedDecode::new(&table, &lens).forward(&last, &k, &v)?;
+        assert_close(&step, &want.index_select(&Tensor::new(&[4u32, 6], CPU)?, 0)?);
+    }
+    Ok(())
+}
+
+#[test]
 fn paged_decode() -> Result<()> {
     let (heads, kv_heads, dim, block, blocks) = (4, 2, 16, 8, 7);
     let lengths = [11usize, 3];
@@ -302,6 +440,9 @@ fn misuse_is_an_error() -> Result<()> {
     if !expanded.device().is_cuda() {
         says(norm.forward(&expanded, &weight), "rms_norm: no memory for");
     }
+    says(Linear::new().forward(&x, &noise(&[3, 7], 2)), "linear: `x` must have shape [.., 7]");
+    says(Linear::new().forward(&x, &noise(&[8], 2)), "linear: `w` must have shape");
+    says(Linear::new().bias(&noise(&[4], 1)).forward(&x, &noise(&[3, 8], 2)), "linear: `bias` must have shape [3]");
     let ids = on(&Tensor::zeros((2, 1), DType::U32, CPU)?)?;
     let moe = FusedMoe::new(&ids, &noise(&[2, 1], 1));
     says(moe.forward(&x, &noise(&[2049, 2, 8], 1), &noise(&[2049, 8, 1], 1)), "at most 2048 experts");
