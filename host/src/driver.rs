@@ -50,6 +50,7 @@ const CUDA_ERROR_NO_DEVICE: i32 = 100;
 pub(crate) const CUDA_ERROR_UNSUPPORTED_PTX_VERSION: i32 = 222;
 pub(crate) const CUDA_ERROR_INVALID_HANDLE: i32 = 400;
 pub(crate) const CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
+pub(crate) const CUDA_ERROR_STREAM_CAPTURE_UNJOINED: i32 = 904;
 pub(crate) const STREAM_SET_CAPTURE_DEPENDENCIES: u32 = 1;
 
 /// A CUDA version as the driver counts it: `1000 * major + 10 * minor`.

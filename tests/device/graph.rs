@@ -161,6 +161,48 @@ fn a_capture_spans_streams_that_events_join() {
     });
 }
 
+/// The captured stream must wait for the last work of each other one, whether by itself or by way of one that it waits for.
+#[test]
+fn a_stream_that_does_not_join_back_is_an_error() {
+    on_every_device(|device, stream| {
+        let others = [0; 2].map(|_| Stream::new(device).unwrap());
+        let events: Vec<_> = (0..4).map(|_| Event::new(device).unwrap()).collect();
+        let mut x = Tensor::<u8>::zeros(device, &[3, 32]).unwrap();
+        // Which of two works by the first other stream are waited for, by way of the second one, and whether that works itself behind it.
+        for (waits, works, joined) in [(0, false, false), (1, false, false), (2, false, true), (2, true, false)] {
+            let mut rows: Vec<_> = (0..3).map(|i| x.narrow(0, i, 1).unwrap()).collect();
+            let result = Graph::capture(stream, |s| {
+                s.record_event(&events[0])?;
+                others[0].wait_event(&events[0])?;
+                others[1].wait_event(&events[0])?;
+                others[0].fill_bytes(&mut rows[0], 1)?;
+                others[0].record_event(&events[1])?;
+                others[0].fill_bytes(&mut rows[1], 2)?;
+                others[0].record_event(&events[2])?;
+                if waits > 0 {
+                    others[1].wait_event(&events[waits])?;
+                }
+                others[1].record_event(&events[3])?;
+                if works {
+                    others[1].fill_bytes(&mut rows[2], 3)?;
+                }
+                s.wait_event(&events[3])
+            });
+            assert!(!stream.is_capturing() && others.iter().all(|s| !s.is_capturing()));
+            let Err(error) = result else {
+                assert!(joined, "{waits} {works}");
+                continue;
+            };
+            assert!(!joined && matches!(error, Error::Capture(_)), "{waits} {works}: {error}");
+        }
+        // All are as before, and nothing ran.
+        others[0].synchronize().unwrap();
+        assert_eq!(x.to_vec().unwrap(), [0; 96]);
+        Graph::capture(stream, |s| s.fill_bytes(&mut x, 4)).unwrap().launch(stream).unwrap();
+        assert_eq!(x.to_vec().unwrap(), [4; 96]);
+    });
+}
+
 #[test]
 fn a_graph_keeps_the_tensors_of_streams_that_events_join() {
     on_every_device(|device, stream| {

@@ -1040,7 +1040,10 @@ impl CudaStream {
         // SAFETY: the stream is alive, and its capture was begun.
         let ended =
             bound.and_then(|bound| unsafe { driver.stream_end_capture(self.raw, &raw mut graph) }.map(|()| bound));
-        let _bound = ended?;
+        let _bound = ended.map_err(|error| match error {
+            Error::Driver { code: driver::CUDA_ERROR_STREAM_CAPTURE_UNJOINED, .. } => super::graph::unjoined(),
+            error => error,
+        })?;
         let mut exec = null_mut();
         // SAFETY: the graph was just captured.
         if let Err(e) = unsafe { driver.graph_instantiate(&raw mut exec, graph, 0) } {

@@ -18,9 +18,52 @@ struct Collected {
     /// On the SIMT device, what to run; on a GPU the driver keeps that.
     work: Vec<Work>,
     kept: Vec<Arc<Storage>>,
-    /// Those that take part, and what counts them in their contexts until it is over.
-    streams: Vec<(Stream, Option<Counted>)>,
+    /// Those that take part, first the one that it began with.
+    members: Vec<Member>,
     over: bool,
+}
+
+/// A stream that takes part in a capture.
+struct Member {
+    stream: Stream,
+    /// Counts it in its context until the capture is over.
+    _counted: Option<Counted>,
+    follows: Follows,
+}
+
+/// How many pieces of each member's work come before something; none of members that are not in the list. (Kept on the SIMT device alone: a driver keeps its own.)
+#[derive(Clone, Default)]
+pub(super) struct Follows(Vec<usize>);
+
+impl Follows {
+    fn of(&self, member: usize) -> usize {
+        self.0.get(member).copied().unwrap_or(0)
+    }
+
+    /// Also what `other` follows.
+    fn join(&mut self, other: &Self) {
+        self.0.resize(self.0.len().max(other.0.len()), 0);
+        self.0.iter_mut().zip(&other.0).for_each(|(own, other)| *own = (*own).max(*other));
+    }
+}
+
+impl Collected {
+    fn member(&self, stream: &Stream) -> Option<usize> {
+        self.members.iter().position(|m| m.stream.is_same(stream))
+    }
+
+    /// Whether all that members did is followed by what the first would do next.
+    fn is_joined(&self) -> bool {
+        let first = self.members.first().map(|m| &m.follows);
+        self.members.iter().enumerate().all(|(i, m)| first.is_none_or(|first| first.of(i) == m.follows.of(i)))
+    }
+}
+
+/// What a capture comes to.
+struct Finished {
+    work: Vec<Work>,
+    kept: Vec<Arc<Storage>>,
+    joined: bool,
 }
 
 impl Capture {
@@ -29,14 +72,33 @@ impl Capture {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds work; gives it back if the capture is over.
-    pub(super) fn push(&self, work: Work) -> Option<Work> {
+    /// Adds work of a stream that takes part; gives it back if the capture is over.
+    pub(super) fn push(&self, stream: &Stream, work: Work) -> Option<Work> {
         let mut collected = self.lock();
         if collected.over {
             return Some(work);
         }
         collected.work.push(work);
+        if let Some(member) = collected.member(stream) {
+            let follows = &mut collected.members[member].follows;
+            follows.0.resize(follows.0.len().max(member + 1), 0);
+            follows.0[member] += 1;
+        }
         None
+    }
+
+    /// What work of a stream follows that it would do next.
+    pub(super) fn follows(&self, stream: &Stream) -> Follows {
+        let collected = self.lock();
+        collected.member(stream).map_or_else(Follows::default, |member| collected.members[member].follows.clone())
+    }
+
+    /// A stream waits for an event, with all that this follows.
+    pub(super) fn wait(&self, stream: &Stream, event: &Follows) {
+        let mut collected = self.lock();
+        if let Some(member) = collected.member(stream) {
+            collected.members[member].follows.join(event);
+        }
     }
 
     pub(super) fn keep(&self, storage: &Arc<Storage>) {
@@ -50,23 +112,28 @@ impl Capture {
     pub(super) fn add(&self, stream: &Stream, counted: Option<Counted>) -> bool {
         let mut collected = self.lock();
         if !collected.over {
-            collected.streams.push((stream.clone(), counted));
+            let follows = Follows::default();
+            collected.members.push(Member { stream: stream.clone(), _counted: counted, follows });
         }
         !collected.over
     }
 
-    /// Ends it, once the driver's is over: work, and what the graph is to keep. The streams are as before.
-    fn finish(&self) -> (Vec<Work>, Vec<Arc<Storage>>) {
+    /// Ends it, once the driver's is over. The streams are as before.
+    fn finish(&self) -> Finished {
         let mut collected = self.lock();
-        let Collected { work, kept, streams, .. } =
-            std::mem::replace(&mut *collected, Collected { over: true, ..Default::default() });
+        let finished = std::mem::replace(&mut *collected, Collected { over: true, ..Default::default() });
         // A stream that wants to take part asks with a lock of its own held.
         drop(collected);
-        for (stream, _) in &streams {
-            stream.leave_capture();
+        for member in &finished.members {
+            member.stream.leave_capture();
         }
-        (work, kept)
+        Finished { joined: finished.is_joined(), work: finished.work, kept: finished.kept }
     }
+}
+
+/// The error of a driver that finds work which nothing waits for, and the SIMT device's.
+pub(super) fn unjoined() -> Error {
+    Error::Capture("a stream that took part has work that the captured stream did not wait for: record an event behind it, and wait_event".into())
 }
 
 /// A sequence of launches and copies, captured once and launched as one: a CUDA graph, or on the SIMT device a list.
@@ -119,13 +186,13 @@ impl SimtGraph {
 
 impl Graph {
     /// Captures what `f` submits to `stream`, without running it. Another stream takes part once it
-    /// [waits](Stream::wait_event) for an event that was recorded in the capture; `stream` must wait for it in turn before `f` ends.
+    /// [waits](Stream::wait_event) for an event that was recorded in the capture; `stream` must wait for the last of its work in turn before `f` ends.
     ///
     /// Whoever [waits for a device](super::Device::synchronize) of those streams meanwhile, or copies from or to the host, waits for all its work but
     /// what is being captured. A capture begins when those are done who are in the midst of such a wait.
     ///
     /// # Errors
-    /// What `f` returns; [`Error::Capture`] if the stream is being captured already, or another thread is submitting to it;
+    /// What `f` returns; [`Error::Capture`] if the stream is being captured already, another thread is submitting to it, or it did not wait for the work of another stream;
     /// [`Error::Driver`] if something in `f` cannot be captured. Load the kernels before ([`Device::preload`](super::Device::preload)): loading
     /// a module while capturing is refused by some drivers.
     pub fn capture(stream: &Stream, f: impl FnOnce(&Stream) -> Result<()>) -> Result<Self> {
@@ -137,12 +204,13 @@ impl Graph {
             #[cfg(feature = "_driver")]
             StreamBackend::Cuda(s) => Some(s.end_capture()),
         };
-        let (work, kept) = capture.finish();
+        let Finished { work, kept, joined } = capture.finish();
         match outcome {
             Ok(result) => result?,
             Err(panic) => std::panic::resume_unwind(panic),
         }
         let backend = match backend {
+            None if !joined => return Err(unjoined()),
             None => GraphBackend::Simt(Arc::new(SimtGraph { work, turn: Mutex::default() })),
             #[cfg(feature = "_driver")]
             Some(graph) => GraphBackend::Cuda(graph?),

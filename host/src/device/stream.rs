@@ -1,7 +1,7 @@
 //! Streams, events, pinned host memory.
 
 use super::capturing::Counted;
-use super::graph::Capture;
+use super::graph::{Capture, Follows};
 use super::{Backend, Device, Geometry, Storage};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, host_zeros};
@@ -346,7 +346,7 @@ impl Stream {
             (StreamBackend::Cuda(s), EventBackend::Cuda(e)) if same => s.record(e)?,
             _ => return Err(self.foreign_event("record_event", event)),
         }
-        *event.capture() = self.capture().as_ref().map_or_else(Weak::new, Arc::downgrade);
+        *event.captured() = self.capture().map(|capture| Box::new((Arc::downgrade(&capture), capture.follows(self))));
         Ok(())
     }
 
@@ -357,13 +357,15 @@ impl Stream {
     /// # Errors
     /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::WrongDevice`] for a GPU and a SIMT device; [`Error::Driver`].
     pub fn wait_event(&self, event: &Event) -> Result<()> {
-        let capture = event.capture().upgrade();
-        if let Some(capture) = capture
-            && self.join_capture(&capture, || self.wait(event, true))?
-        {
-            return Ok(());
+        let captured = event.captured().clone();
+        let Some((capture, follows)) = captured.and_then(|c| Some((c.0.upgrade()?, c.1))) else {
+            return self.wait(event, false).map(drop);
+        };
+        if !self.join_capture(&capture, || self.wait(event, true))? {
+            self.wait(event, false)?;
         }
-        self.wait(event, false).map(drop)
+        capture.wait(self, &follows);
+        Ok(())
     }
 
     /// `joins`: whether the stream comes to take part in a capture by it.
@@ -414,6 +416,11 @@ impl Stream {
         self.0.captures.capture.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether both are made of one raw stream.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0.captures, &other.0.captures)
+    }
+
     /// The capture that the stream takes part in.
     fn capture(&self) -> Option<Arc<Capture>> {
         if self.is_capturing() { self.lock_capture().clone() } else { None }
@@ -434,7 +441,7 @@ impl Stream {
 
     pub(super) fn record(&self, work: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
         match self.capture() {
-            Some(capture) => capture.push(Box::new(work)).map_or(Ok(()), |work| self.in_turn(work)),
+            Some(capture) => capture.push(self, Box::new(work)).map_or(Ok(()), |work| self.in_turn(work)),
             None => self.in_turn(work),
         }
     }
@@ -497,12 +504,15 @@ impl<T> AssertSend<T> {
     }
 }
 
+/// A capture, and the work there that an event follows.
+type Captured = (Weak<Capture>, Follows);
+
 /// A point in a stream, to wait for or to measure from.
 pub struct Event {
     device: Device,
     backend: EventBackend,
-    /// The capture in which it was recorded last, if it was.
-    capture: Mutex<Weak<Capture>>,
+    /// Where it was recorded last, if that was in a capture.
+    captured: Mutex<Option<Box<Captured>>>,
 }
 
 impl fmt::Debug for Event {
@@ -528,11 +538,11 @@ impl Event {
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => EventBackend::Cuda(d.new_event()?),
         };
-        Ok(Self { device: device.clone(), backend, capture: Mutex::default() })
+        Ok(Self { device: device.clone(), backend, captured: Mutex::default() })
     }
 
-    fn capture(&self) -> MutexGuard<'_, Weak<Capture>> {
-        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    fn captured(&self) -> MutexGuard<'_, Option<Box<Captured>>> {
+        self.captured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until the event has happened.
