@@ -283,6 +283,11 @@ fn reshape_and_cache() -> Result<()> {
             let two = [on(&old.get(0)?.copy()?)?, on(&old.get(1)?.copy()?)?];
             op.forward(&key, &value, &two[0], &two[1], &slots)?;
             assert_eq!(difference(&Tensor::stack(&two, 0)?, &want)?, 0.0);
+            // A block's keys before its values, as FlashInfer has them.
+            let by_blocks = on(&old.transpose(0, 1)?.contiguous()?.copy()?)?;
+            let halves = [0, 1].map(|half| by_blocks.narrow(1, half, 1).unwrap().squeeze(1).unwrap());
+            op.forward(&key, &value, &halves[0], &halves[1], &slots)?;
+            assert_eq!(difference(&by_blocks.transpose(0, 1)?.contiguous()?, &want)?, 0.0);
             // The other layout, written by heads.
             let hnd = on(&old.transpose(2, 3)?.contiguous()?.copy()?)?;
             let by_heads = op.layout(CacheLayout::Hnd);
@@ -292,6 +297,9 @@ fn reshape_and_cache() -> Result<()> {
             let own = one.get(0)?.flatten_to(1)?.narrow(0, 0, 5)?;
             let error = op.forward(&own, &value, &one.get(0)?, &two[1], &slots).unwrap_err().to_string();
             assert!(error.contains("must not share its storage"), "{error}");
+            // Nor one tensor twice.
+            let error = op.forward(&key, &value, &two[0], &two[0], &slots).unwrap_err().to_string();
+            assert!(error.contains("overlap"), "{error}");
         }
     }
     Ok(())
