@@ -28,6 +28,9 @@ impl ReshapeAndCache {
     /// `key` and `value` are `[tokens, heads, dim]`, dense in their last dimension, `slots` is `[tokens]`, of `i64`, `i32` or `u32`, contiguous: `block · block_size +
     /// place`. Tokens of other slots, such as -1, are skipped. The caches are of the type of `key`; they may be parts of one tensor, but not of one that is read here.
     ///
+    /// Other threads may use the caches meanwhile, by any operation's `forward`. candle's `apply_op3_no_bwd` locks them in the order of its arguments instead, and the two threads may then
+    /// wait for each other.
+    ///
     /// # Errors
     /// As for [`RmsNorm::forward`](crate::RmsNorm::forward).
     pub fn forward(

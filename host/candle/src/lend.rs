@@ -5,9 +5,10 @@
 //! allocation of outputs on a GPU.
 
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Error, Layout, Result, Shape, Storage, Tensor as Candle, bail};
+use candle_core::{CpuStorage, DType, Error, Layout, Result, Shape, Storage, StorageRef, Tensor as Candle, bail};
 use std::any::Any;
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use warploom::kv_cache::{CacheElement, StoreAs};
 use warploom::{Device, Element, Float, SimtOptions, Stream, Tensor, bf16, borrow, f16};
@@ -312,19 +313,58 @@ fn on_cuda<O: Operation>(
     Ok(outputs)
 }
 
+/// Which storage a tensor is of.
+fn storage_of(tensor: &Candle) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
+}
+
+/// Tensors that are read. Each storage is locked once, however many tensors are parts of it, and in the order of addresses, as those that are written to:
+/// otherwise two threads could wait for each other.
+struct Reads<'a> {
+    tensors: Vec<(usize, &'a Candle)>,
+    held: BTreeMap<usize, StorageRef<'a>>,
+}
+
+impl<'a> Reads<'a> {
+    /// Locks nothing yet.
+    fn new(tensors: impl Iterator<Item = &'a Candle>) -> Self {
+        Self { tensors: tensors.map(|t| (storage_of(t), t)).collect(), held: BTreeMap::new() }
+    }
+
+    /// All are locked.
+    fn locked(tensors: impl Iterator<Item = &'a Candle>) -> Self {
+        let mut reads = Self::new(tensors);
+        reads.lock(usize::MAX);
+        reads
+    }
+
+    /// Locks storages below an address.
+    fn lock(&mut self, below: usize) {
+        let wanted: BTreeMap<_, _> = self.tensors.iter().copied().filter(|(at, _)| *at < below).collect();
+        for (at, tensor) in wanted {
+            self.held.entry(at).or_insert_with(|| tensor.storage_and_layout().0);
+        }
+    }
+
+    /// Once all are locked.
+    fn storages(&self) -> impl Iterator<Item = (&Storage, &Layout)> {
+        self.tensors.iter().filter_map(|(at, tensor)| Some((&**self.held.get(at)?, tensor.layout())))
+    }
+}
+
 /// Runs an operation on tensors, the operation's extra ones last.
 pub(crate) fn apply<O: Operation>(op: &O, inputs: &[&Candle]) -> Result<Vec<Candle>> {
-    let held: Vec<_> = inputs.iter().copied().chain(op.extra()).map(|t| t.storage_and_layout()).collect();
+    let reads = Reads::locked(inputs.iter().copied().chain(op.extra()));
     let finished = |storage, shape| Candle::from_storage(storage, shape, BackpropOp::none(), false);
-    match held.first().map(|(storage, _)| &**storage) {
-        Some(Storage::Cpu(_)) => {
-            let inputs = cpu_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
+    match reads.storages().next() {
+        Some((Storage::Cpu(_), _)) => {
+            let inputs = cpu_storages::<O>(reads.storages())?;
             let outputs = on_cpu(op, vec![], &inputs)?;
             Ok(outputs.into_iter().map(|(s, shape)| finished(Storage::Cpu(s), shape)).collect())
         }
         #[cfg(feature = "cuda")]
-        Some(Storage::Cuda(_)) => {
-            let inputs = cuda_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
+        Some((Storage::Cuda(_), _)) => {
+            let inputs = cuda_storages::<O>(reads.storages())?;
             let outputs = on_cuda(op, vec![], &inputs)?;
             Ok(outputs.into_iter().map(|(s, shape)| finished(Storage::Cuda(s), shape)).collect())
         }
@@ -367,20 +407,15 @@ impl<F: FnOnce(Written<'_>) -> Result<()>> candle_core::InplaceOp1 for Write<F> 
     }
 }
 
-/// Which storage a tensor is of.
-fn storage_of(tensor: &Candle) -> usize {
-    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
-}
-
 /// Runs an operation that writes into two tensors, which may be parts of one, and that are no inputs.
 pub(crate) fn apply_to<O: Operation>(op: &O, into: [&Candle; 2], inputs: &[&Candle]) -> Result<()> {
     let [a, b] = into.map(storage_of);
-    if inputs.iter().chain(&op.extra()).any(|t| [a, b].contains(&storage_of(t))) {
+    let mut reads = Reads::new(inputs.iter().copied().chain(op.extra()));
+    if reads.tensors.iter().any(|(at, _)| [a, b].contains(at)) {
         bail!("{}: a tensor that is written to must not share its storage with one that is read", O::NAME);
     }
-    let held: Vec<_> = inputs.iter().copied().chain(op.extra()).map(|t| t.storage_and_layout()).collect();
-    let inputs = || held.iter().map(|(s, l)| (&**s, *l));
-    let run = |into: Vec<(Written<'_>, Vec<&Layout>)>| {
+    let run = |into: Vec<(Written<'_>, Vec<&Layout>)>, reads: &mut Reads<'_>| {
+        reads.lock(usize::MAX);
         let mut cpu = vec![];
         #[cfg(feature = "cuda")]
         let mut cuda = vec![];
@@ -394,25 +429,26 @@ pub(crate) fn apply_to<O: Operation>(op: &O, into: [&Candle; 2], inputs: &[&Cand
         }
         #[cfg(feature = "cuda")]
         if cuda.len() == n {
-            return on_cuda(op, cuda, &cuda_storages::<O>(inputs())?).map(drop);
+            return on_cuda(op, cuda, &cuda_storages::<O>(reads.storages())?).map(drop);
         }
         if cpu.len() < n {
             bail!("{}: {}", O::NAME, UNSUPPORTED);
         }
-        on_cpu(op, cpu, &cpu_storages::<O>(inputs())?).map(drop)
+        on_cpu(op, cpu, &cpu_storages::<O>(reads.storages())?).map(drop)
     };
     let [first, second] = into;
     let layouts = into.map(Candle::layout);
-    if a == b {
-        return Write::to(first, O::NAME, |storage| run(vec![(storage, layouts.to_vec())]));
-    }
-    // In one order, so that two calls do not wait for each other.
     let swapped = a > b;
     let (outer, inner) = if swapped { (second, first) } else { (first, second) };
+    reads.lock(a.min(b));
     Write::to(outer, O::NAME, |outer| {
+        reads.lock(a.max(b));
+        if a == b {
+            return run(vec![(outer, layouts.to_vec())], &mut reads);
+        }
         Write::to(inner, O::NAME, |inner| {
             let (first, second) = if swapped { (inner, outer) } else { (outer, inner) };
-            run(vec![(first, vec![layouts[0]]), (second, vec![layouts[1]])])
+            run(vec![(first, vec![layouts[0]]), (second, vec![layouts[1]])], &mut reads)
         })
     })
 }
@@ -451,8 +487,8 @@ fn cuda_storages<'a, O: Operation>(
 
 /// [`on_cpu`] for a `CustomOp`: one output, and the extra inputs besides.
 pub(crate) fn custom_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) -> Result<(CpuStorage, Shape)> {
-    let held: Vec<_> = op.extra().into_iter().map(|t| t.storage_and_layout()).collect();
-    let extra = cpu_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
+    let held = Reads::locked(op.extra().into_iter());
+    let extra = cpu_storages::<O>(held.storages())?;
     let inputs: Vec<_> = inputs.iter().copied().chain(extra).collect();
     on_cpu(op, vec![], &inputs)?.pop().ok_or_else(|| Error::Msg(format!("{}: no output", O::NAME)))
 }
@@ -463,8 +499,8 @@ pub(crate) fn custom_cuda<O: Operation>(
     op: &O,
     inputs: &[(&candle_core::CudaStorage, &Layout)],
 ) -> Result<(candle_core::CudaStorage, Shape)> {
-    let held: Vec<_> = op.extra().into_iter().map(|t| t.storage_and_layout()).collect();
-    let extra = cuda_storages::<O>(held.iter().map(|(s, l)| (&**s, *l)))?;
+    let held = Reads::locked(op.extra().into_iter());
+    let extra = cuda_storages::<O>(held.storages())?;
     let inputs: Vec<_> = inputs.iter().copied().chain(extra).collect();
     on_cuda(op, vec![], &inputs)?.pop().ok_or_else(|| Error::Msg(format!("{}: no output", O::NAME)))
 }

@@ -329,6 +329,37 @@ fn two_calls_write_to_the_same_caches() -> Result<()> {
     Ok(())
 }
 
+/// Threads that read the caches while others write to them, whichever comes first in memory, and of halves of one tensor: all come to an end.
+#[test]
+fn caches_are_read_while_they_are_written() -> Result<()> {
+    let (rows, query) = (on(&noise(&[1, 1, 16], 1))?, on(&noise(&[1, 2, 16], 2))?);
+    let cache = |seed| on(&noise(&[1, 4, 1, 16], seed));
+    let both = on(&noise(&[2, 1, 4, 1, 16], 3))?;
+    let (a, b) = (cache(4)?, cache(5)?);
+    let pairs = [[a.clone(), b.clone()], [b, a], [both.get(0)?, both.get(1)?]];
+    let (table, lengths) = (on(&Tensor::new(&[[0u32]], CPU)?)?, on(&Tensor::new(&[3u32], CPU)?)?);
+    std::thread::scope(|threads| {
+        for [key, value] in &pairs {
+            let (rows, query, table, lengths) = (&rows, &query, &table, &lengths);
+            threads.spawn(move || {
+                let slot = on(&Tensor::new(&[1i64], CPU).unwrap()).unwrap();
+                for _ in 0..200 {
+                    ReshapeAndCache::new().forward(rows, rows, key, value, &slot).unwrap();
+                }
+            });
+            threads.spawn(move || {
+                let op = PagedDecode::new(table, lengths);
+                for _ in 0..200 {
+                    op.forward(query, key, value).unwrap();
+                }
+            });
+        }
+    });
+    let written = both.flatten_from(3)?.narrow(2, 1, 1)?.flatten_all()?;
+    assert_eq!(difference(&written, &back(&rows)?.flatten_to(1)?.broadcast_as((2, 16))?.flatten_all()?)?, 0.0);
+    Ok(())
+}
+
 #[test]
 fn paged_prefill() -> Result<()> {
     let (heads, kv_heads, dim, block, blocks) = (4, 2, 16, 8, 7);
